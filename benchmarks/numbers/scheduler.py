@@ -63,7 +63,8 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
     Section(
         "Host time of one launch on a GPU",
         "Microseconds of Python for a launch outside of a graph, before the call into CUDA: by"
-        " Triton, and with `QUIRE_PREPARED_LAUNCHES=1`. The aim: 8.",
+        " Triton, and with `QUIRE_PREPARED_LAUNCHES=1`. The aim: 8. Both took turns on a busy"
+        " machine, so compare them with one another.",
         "python -m benchmarks.scheduler.one_launch",
         (Table(ZEN3 + "one_launch.json", {
             "kernel": "{kernel}", "Triton": "{us.triton:.1f}", "prepared": "{us.prepared:.1f}"}),),

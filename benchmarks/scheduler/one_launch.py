@@ -2,8 +2,9 @@
 
     python -m benchmarks.scheduler.one_launch
 
-The driver does nothing, so the time is that of Python before the call into CUDA. Both ways take
-turns; a figure is the shortest of several rounds. Each kernel is compiled for Hopper first.
+The driver does nothing, so the time is that of Python before the call into CUDA, with Triton's own
+launcher class. Both ways take turns; a figure is the shortest of many rounds. Each kernel is
+compiled for Hopper first.
 """
 
 import math
@@ -17,7 +18,7 @@ import torch
 from benchmarks.result_files import options_of, write
 from quire.tools.report import benchmark_parser, print_head
 
-ROUNDS, LAUNCHES = 8, 2000
+ROUNDS, LAUNCHES = 100, 300
 WAYS = {"triton": "0", "prepared": "1"}
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import triton.language as tl
 
-from quire.ops.kernels.launch import PREPARED, kernel
+from quire.ops.kernels import launch
+from quire.ops.kernels.launch import PREPARED, Integers, kernel
 
 KINDS = 30
 
@@ -86,6 +87,17 @@ def compare() -> None:
     args = sets[0][0]
     _scale[(1,)](*args[:5], is_on=args[5], **sets[0][1])
     assert len(by_triton) == before + 3, "other forms of a launch are left to Triton"
+
+
+def test_integers_that_triton_tells_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal numbers for the same specialisation; a few integers are remembered."""
+    integers = Integers()
+    groups = (1,), (2, 18), (16, 32), (-14,), (1 << 31, 1 << 40), (-(1 << 31) - 16,), (1 << 63,)
+    found = [{integers[each] for each in group} for group in groups]
+    assert all(len(each) == 1 for each in found) and len(set.union(*found)) == len(groups)
+    known = dict(integers)
+    monkeypatch.setattr(launch, "MAX_INTEGERS", len(known))
+    assert integers[34] == integers[2] and integers == known
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the device's driver")

@@ -105,8 +105,12 @@ def test_any_program_may_be_the_last(seed: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "empty", nan_filled)
     stored, store = list[int](), kernels._store
     monkeypatch.setattr(kernels, "_store", lambda *a: stored.append(0) or store(*a))
+    loaded, load = list[int](), kernels._sums_of
+    monkeypatch.setattr(kernels, "_sums_of", lambda *a: loaded.append(0) or load(*a))
     assert torch.equal(kernels.stream_k(x, weight), wanted)
     assert len(stored) == 3, "once per tile"
+    shared = tiles.sharing(3, 7, programs)
+    assert len(loaded) == shared.partial - shared.tiles > 0, "all but the last program's own sums"
     monkeypatch.setattr(kernels, "arrives_last", lambda *given: False)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda own, *a, **k: own.new_zeros(*a, **k))
     assert torch.equal(kernels.stream_k(x, weight), torch.zeros_like(wanted)), (
@@ -129,10 +133,10 @@ def test_replays_on_a_gpu(device: torch.device) -> None:
 
 def test_programs_share_tiles_evenly() -> None:
     """Each program has as many steps as any other, or one more."""
-    assert tiles.sharing(4, 3, 1) == tiles.Sharing(4, 0, 0)
-    assert tiles.sharing(4, 3, 4) == tiles.Sharing(4, 0, 0)
-    assert tiles.sharing(1, 12, 5) == tiles.Sharing(5, 5, 5)
-    assert tiles.sharing(3, 4, 2) == tiles.Sharing(4, 2, 2)
+    assert tiles.sharing(4, 3, 1) == tiles.Sharing(4, 0, 0, 0)
+    assert tiles.sharing(4, 3, 4) == tiles.Sharing(4, 0, 0, 0)
+    assert tiles.sharing(1, 12, 5) == tiles.Sharing(5, 5, 1, 5)
+    assert tiles.sharing(3, 4, 2) == tiles.Sharing(4, 2, 1, 2)
     assert tiles.sharing(32, 64, 132).largest == 5
 
 

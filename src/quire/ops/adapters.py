@@ -62,7 +62,10 @@ class LayerSize:
 
 class Slots(Protocol):
     """Adapters in the slots of a device, as a model and its loader see them: `AdapterSlots`, or
-    `DeviceSlots` on a GPU (runner/gpu/adapters.py)."""
+    `DeviceSlots` on a GPU (runner/gpu/adapters.py). is_idle: whether `add` is left out of the
+    current step."""
+
+    is_idle: bool
 
     def prepare(self, parts: AdapterParts) -> Any:
         """Return an adapter that `put` takes at once. Any thread may call this."""
@@ -75,6 +78,8 @@ class Slots(Protocol):
 
 class AdapterSlots:
     """Adapters in the slots of a CPU, and the rows of the current step that use them."""
+
+    is_idle = False  # the core's program of a step is the same with and without adapters
 
     def __init__(self, num_slots: int, num_layers: int) -> None:
         self._slots, self._num_layers = [EMPTY] * num_slots, num_layers

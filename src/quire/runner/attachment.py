@@ -73,9 +73,11 @@ class ForwardPart:
     num_tensors: number of tensors that `after` returns.
     is_at_rest: whether a recorded step does all of its work, so that `before` does nothing.
     can_be_recorded: whether a recorded step gives the same result.
+    is_used: whether a row of the step uses the feature; None: the part is in every step.
     """
 
     num_tensors: int = 0
+    is_used: bool | None = None
 
     @property
     def is_at_rest(self) -> bool:
@@ -84,6 +86,11 @@ class ForwardPart:
     @property
     def can_be_recorded(self) -> bool:
         return self.num_tensors == 0
+
+    @property
+    def unused(self) -> "ForwardPart":
+        """Return the part in recorded steps none of whose rows use the feature."""
+        return self
 
     def before(self) -> None:
         """Do the feature's own work before the forward pass."""
@@ -144,6 +151,18 @@ class Attachment(Protocol):
         """Note which rows a plan starts, forks and releases; return the part in its step. Repeated
         calls with one plan change nothing."""
         ...
+
+
+def are_unused(parts: Sequence[ForwardPart]) -> bool:
+    """Return whether there are features that a step may use, and the step's rows use none."""
+    uses = {part.is_used for part in parts}
+    return False in uses and True not in uses
+
+
+def recorded_parts(attachments: Sequence[Attachment], needs: Needs) -> list[ForwardPart]:
+    """Return the features' parts in a recorded step."""
+    parts = [each.at_rest for each in attachments]
+    return [part.unused for part in parts] if needs.is_unused else parts
 
 
 class SamplingPart:

@@ -426,7 +426,9 @@ def max_mixed_tokens(max_rows: int) -> int:
 def all_graphs_bytes(config: EngineConfig, tensors_bytes: int) -> int:
     """Return the bytes of all graphs. tensors_bytes: of the largest graph, shared by all."""
     assert config.scheduler.max_num_seqs
-    num_graphs = len(ladder(config.scheduler.max_num_seqs)) + max_other_graphs(config)
+    num_plain = len(ladder(config.scheduler.max_num_seqs))
+    num_plain *= 2 if config.lora.enable_lora else 1  # with adapters and without
+    num_graphs = num_plain + max_other_graphs(config)
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.has_drafter:
         num_graphs += MAX_DRAFT_GRAPHS

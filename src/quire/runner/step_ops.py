@@ -10,8 +10,9 @@ submitted it, so it must not read host memory that may change in the meantime.
 Shape legend: S scheduled rows, N sampling rows, T tokens of the step, V vocabulary, F forks.
 """
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -213,7 +214,8 @@ class Needs:
     """Needs of a step in addition to the choice of tokens; part of a graph's key. edits:
     generation of the edit table; None without edits. num_candidates: of each row, or NO_LOGPROBS.
     has_beams: masks also apply to beam search candidates. has_extras: see SamplingFlags. is_uncut:
-    see AttentionStep; only of recorded steps, whose lengths vary."""
+    see AttentionStep; only of recorded steps, whose lengths vary. is_unused: no row uses a feature
+    of the forward pass, so its work may be left out."""
 
     has_filters: bool = False
     has_penalties: bool = False
@@ -223,6 +225,7 @@ class Needs:
     has_beams: bool = False
     has_extras: bool = False
     is_uncut: bool = False
+    is_unused: bool = False
 
     @property
     def can_be_recorded(self) -> bool:
@@ -242,6 +245,13 @@ class Needs:
     def makes_copy(self) -> bool:
         """Return whether `edit` changes a copy of the logits."""
         return self.edits is not None or self.has_penalties
+
+
+@functools.lru_cache(64)
+def unused(needs: Needs) -> Needs:
+    """Return the needs of a step whose rows use no feature of the forward pass; the same object for
+    equal needs."""
+    return replace(needs, is_unused=True)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,15 @@ import numpy.typing as npt
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
-from quire.runner.attachment import Attachment, ForwardPart, Head, SamplingPart, Step, Work
+from quire.runner.attachment import (
+    Attachment,
+    ForwardPart,
+    Head,
+    SamplingPart,
+    Step,
+    Work,
+    are_unused,
+)
 from quire.runner.device import Arrival, Device, Graph, Tensors
 from quire.runner.rows import DeviceRows
 from quire.runner.sampling.sampler import Sampler
@@ -40,6 +48,7 @@ from quire.runner.step_ops import (
     SamplingRequests,
     StepShape,
     Update,
+    unused,
 )
 
 if TYPE_CHECKING:  # a start without torch imports this file
@@ -315,6 +324,8 @@ class PlainStep:
         self._forward = self._runner.follow(self._plan)
         self._requested = sampler.requested(rows, self._plan.masked_rows)
         self._needs = sampler.needs(self._requested)
+        if are_unused(self._forward):
+            self._needs = unused(self._needs)
         self._sampling = sampler.parts(self._needs, self._requested)
         return self._needs
 

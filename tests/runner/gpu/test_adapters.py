@@ -165,9 +165,78 @@ def test_steps_launched_kernel_by_kernel(files: Files, steps: Counter[str]) -> N
 
 @pytest.mark.usefixtures("devices")
 def test_launches_of_a_step_with_and_without_adapters(
-    files: Files, monkeypatch: pytest.MonkeyPatch
+    files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two more for each layer that adapters may change, and two for the groups."""
+    """Two more for each layer that adapters may change, and two for the groups. None if no row of
+    the step has an adapter."""
+    launched, few = noted_launches(monkeypatch), ("q_proj", "down_proj")
+    shapes = adaptable_shapes(checkpoint("llama"))
+    path = write_adapter(tmp_path / "few", {n: s for n, s in shapes.items() if n.endswith(few)}, 8)
+    adapter, found = LoRARequest("few", 1, str(path)), {}
+    for name, settings in {
+        "off": {"enable_lora": False},
+        "all": {},
+        "some": {"lora_target_modules": few},
+    }.items():
+        launched.clear()
+        with LLM(
+            files.base, attention_backend="triton", enforce_eager=True, **(SETTINGS | settings)
+        ) as llm:
+            llm.generate(PROMPTS[:1], GREEDY, False)
+            found[name] = +launched
+            if name == "off":
+                continue
+            assert found[name] == found["off"], "as many as without adapters"
+            launched.clear()
+            llm.generate(PROMPTS[:1], GREEDY, False, lora_request=adapter)
+            found[name] = +launched
+    num_steps = found["off"]["_gather_kernel"]
+    wanted = {"_slots_kernel": num_steps, "_sort_kernel": num_steps}
+    num_layers = load_spec(Path(files.base)).num_layers
+    for name, num in {"all": 4 * num_layers, "some": 2 * num_layers}.items():
+        more = wanted | dict.fromkeys(("_shrink_kernel", "_expand_kernel"), num_steps * num)
+        assert found[name] - found["off"] == Counter(more)
+
+
+ADDED = {"_slots_kernel", "_sort_kernel", "_shrink_kernel", "_expand_kernel"}
+
+
+@pytest.mark.usefixtures("devices")
+def test_graphs_without_adapters(
+    files: Files, steps: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step whose rows have no adapter replays a graph of its own, after steps that have some and
+    before them. Its recording launches nothing for adapters."""
+    wanted = {ranks: files.wanted(ranks) for ranks in (MIXED, BASE)}
+    steps.clear()
+    launched, served, find = (
+        noted_launches(monkeypatch),
+        set[tuple[bool, bool]](),
+        graphs.Graphs.find,
+    )
+
+    def noted(self: Any, *given: Any) -> Any:
+        recorded = find(self, *given)
+        own = self._recorded.get((recorded.size, given[2]))
+        served.add((given[2].is_unused, recorded is own))
+        return recorded
+
+    monkeypatch.setattr(graphs.Graphs, "find", noted)
+    monkeypatch.setattr(graphs.Graphs, "record_next", lambda self: False)
+    with LLM(files.base, attention_backend="triton", compilation="full", **SETTINGS) as llm:
+        for number, ranks in enumerate((MIXED, BASE, MIXED, BASE)):
+            launched.clear()
+            served.clear()
+            adapters = list(map(files.adapter, ranks))
+            found = tokens_of(llm.generate(PROMPTS, GREEDY, False, lora_request=adapters))
+            assert found == wanted[ranks]
+            assert served == {(True, True)} if ranks is BASE else (False, True) in served
+            assert ADDED & launched.keys() == (ADDED if number == 0 else set())
+    assert steps["recorded"] > 10 and steps["alone"] == 0
+
+
+def noted_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return the numbers of later launches by kernel."""
     launched: Counter[str] = Counter()
     launch = InterpretedFunction.run
 
@@ -176,24 +245,7 @@ def test_launches_of_a_step_with_and_without_adapters(
         return launch(kernel, *args, **named)
 
     monkeypatch.setattr(InterpretedFunction, "run", note)
-    found = {}
-    for name, settings in {
-        "off": {"enable_lora": False},
-        "all": {},
-        "some": {"lora_target_modules": ("q_proj", "down_proj")},
-    }.items():
-        launched.clear()
-        with LLM(
-            files.base, attention_backend="triton", enforce_eager=True, **(SETTINGS | settings)
-        ) as llm:
-            llm.generate(PROMPTS[:1], GREEDY, False)
-        found[name] = +launched
-    num_steps = found["off"]["_gather_kernel"]
-    wanted = {"_slots_kernel": num_steps, "_sort_kernel": num_steps}
-    num_layers = load_spec(Path(files.base)).num_layers
-    for name, num in {"all": 4 * num_layers, "some": 2 * num_layers}.items():
-        more = wanted | dict.fromkeys(("_shrink_kernel", "_expand_kernel"), num_steps * num)
-        assert found[name] - found["off"] == Counter(more)
+    return launched
 
 
 @pytest.mark.slow
@@ -262,6 +314,9 @@ class FakeSlots:
     def group(self, starts: Any, num_tokens: int) -> None:
         self.calls.append((len(starts), num_tokens))
 
+    def leave_out(self) -> None:
+        self.calls.append("nothing")
+
 
 class Bench:
     """Adapters "loaded" as the names of their directories, and plans of single tokens."""
@@ -308,15 +363,19 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def test_the_host_sends_only_what_changes(bench: Bench) -> None:
     part = bench.plan([2, 0], {2: "", 0: ""})
-    assert part is bench.adapters.at_rest and part.is_at_rest and not bench.calls(part)
+    assert part is bench.adapters.unused and part.is_at_rest and not bench.calls(part)
+    step: Any = SimpleNamespace(query_starts_S1=range(3), positions_T=np.zeros(2))
+    assert part.attention(step) is step and bench.slots.calls == ["nothing"]
     bench.load(1, "x")
     part = bench.plan([2, 0, 3], {3: "x"})
     assert not part.is_at_rest and part.can_be_recorded
     assert bench.calls(part) == [(1, "x"), [-1, -1, 1]]
+    assert part.attention(step) is step and bench.slots.calls[-1] == (3, 2)
     assert bench.plan([2, 0, 3]) is bench.adapters.at_rest
-    assert bench.plan([2]) is bench.adapters.at_rest
+    assert bench.plan([2]) is bench.adapters.unused
     assert bench.calls(bench.plan([3, 2], released=[0])) == [[1, -1]]
     assert bench.plan([3, 2]) is bench.adapters.at_rest
+    assert bench.plan([2, 0]).is_used is False, "the device gets rows without adapters, too"
 
 
 def test_a_change_that_failed_comes_again(bench: Bench) -> None:
@@ -366,9 +425,13 @@ def test_a_layer_with_adapters_is_not_fused_with_its_neighbours(
     layer.weight.zero_()
     assert layer.fuses(x) and layer.fuses(x, has_norm=True)
     slots: Any = SimpleNamespace(add=lambda out, x, number: out.fill_(number))
+    slots.is_idle = False
     layer.adapted = slots, 3
     assert not layer.fuses(x) and not layer.fuses(x, has_norm=True)
     assert torch.equal(layer.forward_gated(x, silu_mul), silu_mul(torch.full((1, 8), 3.0)))
+    slots.is_idle = True
+    assert layer.fuses(x) and layer.fuses(x, has_norm=True)
+    assert not layer(x).any(), "no row of the step has an adapter"
 
 
 def test_a_layer_of_experts_is_not_adapted(tmp_path: Path, monkeypatch: Any) -> None:

@@ -11,13 +11,14 @@ from quire.ops import moe
 from quire.ops.rows.step_inputs import StepInputs
 from quire.ops.sampling.device_drafts import Runs
 from quire.runner import memory_plan
+from quire.runner.attachment import ForwardPart, are_unused
 from quire.runner.gpu import graphs
 from quire.runner.gpu.graphs import DROPPED_TIMES, FIRST_TIMES, FIRST_TIMES_MIXED, Graphs
 from quire.runner.gpu.pieces import record
 from quire.runner.gpu.sizes import Drafted, Size, Sizes
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.memory_plan import ladder
-from quire.runner.step_ops import Needs, StepShape
+from quire.runner.step_ops import Needs, StepShape, unused
 from tests.support.runner.late_device import LateDevice
 
 PLAIN, FILTERED, EDITED = Needs(), Needs(has_filters=True), Needs(edits=0)
@@ -27,7 +28,7 @@ class Decoder:
     """Notes what is recorded: a runner, with its rows and sampler. most: graphs that find room."""
 
     max_model_len = 8
-    attachments: tuple[()] = ()
+    attachments: tuple[Any, ...] = ()
 
     def __init__(self, most: int = 1000, takes_any_lengths: bool = True) -> None:
         self.backend: Any = self
@@ -219,6 +220,44 @@ def test_a_first_step_uses_a_graph_with_room_and_more_needs() -> None:
     for needs in (EDITED, Needs(has_masks=True)):
         assert found.find(3, 0, needs) is None, "tables and masks of other steps"
     assert len(decoder.sizes) == recorded
+
+
+class UsedPart(ForwardPart):
+    """Part of a feature that a step's rows may use."""
+
+    is_used = True
+
+
+def test_steps_that_use_no_feature_have_graphs_of_their_own() -> None:
+    """Of both, idle moments record the whole ladder, and neither is dropped."""
+    none = unused(PLAIN)
+    found = make(8, decoder := Decoder(), max_others=1)
+    decoder.attachments = (SimpleNamespace(at_rest=UsedPart()),)
+    assert [found.find(4, 0, PLAIN) for _ in range(2)][0] is None
+    whole = found.find(4, 0, PLAIN)
+    assert whole is not None and found.find(4, 0, none) is whole, "until it is recorded"
+    own = found.find(4, 0, none)
+    assert own not in (None, whole) and found.find(4, 0, PLAIN) is whole
+    assert found.find(3, 0, unused(FILTERED)) is None
+    assert found.find(3, 0, unused(FILTERED)) not in (None, own)
+    assert found.find(3, 0, FILTERED) is None, "it leaves out what these rows use"
+    while found.record_next():
+        pass
+    assert sorted(size.rows for size in decoder.sizes) == [1, 1, 2, 2, 4, 4, 4, 8, 8]
+    decoder.attachments = ()
+    other = make(8, decoder)
+    other.find(1, 0, PLAIN)
+    while other.record_next():
+        pass
+    assert len(decoder.sizes) == 9 + 4, "without such features there is one ladder"
+
+
+def test_which_steps_use_no_feature() -> None:
+    used, plain, left_out = UsedPart(), ForwardPart(), ForwardPart()
+    left_out.is_used = False
+    assert not are_unused([]) and not are_unused([plain]) and not are_unused([plain, used])
+    assert are_unused([plain, left_out]) and not are_unused([used, left_out])
+    assert used.unused is used and unused(PLAIN) is unused(Needs())
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 64, 256, 400])

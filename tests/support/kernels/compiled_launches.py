@@ -18,12 +18,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 
 from quire.ops.kernels import gate, norm
 from quire.ops.kernels.launch import compiling
 
-Launch = tuple[Any, ...]  # sizes of the grid, stream, number of the machine code, arguments
+# Sizes of the grid, stream, number of the machine code, two options, facts, arguments.
+Launch = tuple[Any, ...]
 COUNTS: Counter[str] = Counter()
 THREADS: set[str] = set()
 
@@ -44,11 +46,22 @@ class StubDriver(DriverBase):
         self.launches: list[Launch] = []
         self.utils, launches = _Utils(), self.launches
 
-        class Launcher:
-            def __init__(self, src: Any, metadata: Any) -> None: ...
+        class Launcher(CudaLauncher):
+            """Triton's launcher, up to its call into the driver."""
 
-            def __call__(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any):
-                launches.append((x, y, z, stream, function, *rest[4:]))
+            def __init__(self, src: Any, metadata: Any) -> None:
+                self.num_ctas = metadata.num_ctas
+                self.global_scratch_size = metadata.global_scratch_size
+                self.global_scratch_align = metadata.global_scratch_align
+                self.profile_scratch_size = metadata.profile_scratch_size
+                self.profile_scratch_align = metadata.profile_scratch_align
+                self.launch_cooperative_grid = metadata.launch_cooperative_grid
+                self.launch_pdl = metadata.launch_pdl
+
+            def launch(self, *given: Any) -> None:
+                scratch, hooks, arguments = given[7:9], given[10:13], given[13:]
+                assert scratch == (None, None) and len(hooks) == 3
+                launches.append((*given[:7], given[9], *arguments))
 
         self.launcher_cls = Launcher
 

@@ -145,22 +145,25 @@ class Linear(Layer):
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         out_TO = linear(x_TI, self.weight, self.bias)
-        if self.adapted is not None:
+        if self.adapted is not None and not self.adapted[0].is_idle:
             add_adapters(out_TO, x_TI, *self.adapted)
         return out_TO if self._group is None else all_reduce(out_TO, self._group)
 
     def forward_gated(self, x_TD: torch.Tensor, gate: Gate) -> torch.Tensor:
         """Return the gate's result for the outputs, [T, O / 2], by one launch if possible."""
-        is_plain = self._group is None and self.adapted is None
-        if is_plain and gate in FUSED_GATES and gates(x_TD, self.weight):
+        if self._is_plain and gate in FUSED_GATES and gates(x_TD, self.weight):
             return linear_gate(x_TD, self.weight, self.bias, gate)
         return gate(self.forward(x_TD))
 
     def fuses(self, x_TD: torch.Tensor, *, has_norm: bool = False) -> bool:
         """Return whether one launch computes `forward_normed`, with has_norm, or `forward_added`
         for the tokens of x [T, D]."""
-        is_plain = self._group is None and self.adapted is None
-        return is_plain and fuses(x_TD, self.weight, has_norm=has_norm)
+        return self._is_plain and fuses(x_TD, self.weight, has_norm=has_norm)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Return whether the outputs are those of one product."""
+        return self._group is None and (self.adapted is None or self.adapted[0].is_idle)
 
     def forward_normed(
         self, x_TD: torch.Tensor, norm: "RMSNorm", gate: Gate | None = None

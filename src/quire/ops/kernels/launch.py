@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch.nn import Parameter
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 from triton.runtime._async_compile import FutureKernel
@@ -28,6 +30,8 @@ DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 LIMIT = 1 << 31  # of integers that Triton passes with 32 bits
 MASK = 15  # Triton specialises for addresses and integers that are multiples of 16
+MAX_INTEGERS = 4096  # that the launches of a kernel remember
+TENSORS = torch.Tensor, Parameter
 Key = tuple[Any, ...]
 
 # Environment variables: 1 to use code that no GPU has run yet.
@@ -93,13 +97,41 @@ _only_compiles = ContextVar("only_compiles", default=False)
 
 
 class Prepared(NamedTuple):
-    """A compiled kernel: what Triton launches it with. constants: values of its arguments after
-    those given by position."""
+    """A compiled kernel: the call that launches it, the call's arguments between the stream and
+    those of the kernel, and the values of the kernel's arguments that were not given by position.
+    """
 
     launch: Any
-    function: Any
-    facts: Any
+    facts: tuple[Any, ...]
     constants: tuple[Any, ...]
+
+
+class Integers(dict[int, int]):
+    """What Triton derives from integers, as numbers: the width, whether it is 1, and the remainder
+    modulo 16. MAX_INTEGERS of them are remembered."""
+
+    def __missing__(self, value: int) -> int:
+        is_narrow = -LIMIT <= value < LIMIT
+        found = value >> 63 << 6 | (value & MASK) << 2 | (value == 1) << 1 | is_narrow
+        if len(self) < MAX_INTEGERS:
+            self[value] = found
+        return found
+
+
+class Site:
+    """Compiled kernels for arguments of these types, by key. The functions pick arguments by what
+    they are: tensors, integers, and those whose value counts."""
+
+    def __init__(self, kinds: Sequence[type], are_constant: Sequence[bool]) -> None:
+        pairs = list(enumerate(zip(kinds, are_constant, strict=False)))
+        tensors = [i for i, (kind, is_constant) in pairs if kind in TENSORS and not is_constant]
+        integers = [i for i, (kind, is_constant) in pairs if kind is int and not is_constant]
+        values = [i for i, (kind, is_constant) in pairs if is_constant or kind is bool]
+        self.tensors, self.integers = _picker(tensors), _picker(integers)
+        self.values = _picker(values)
+        self.by_key: dict[Key, Prepared] = {}
+        served = *TENSORS, int, float, bool, type(None)
+        self.is_served = all(is_constant or kind in served for _, (kind, is_constant) in pairs)
 
 
 class PreparedLaunches:
@@ -114,67 +146,90 @@ class PreparedLaunches:
         floating-point number       its type
         truth, constant or option   its type and value
 
-    Constants are hashable. An argument of any other kind leaves the launch to Triton, and so does a
-    hook of a profiler.
+    The types of the arguments by position come first: they decide what is read from which argument
+    (`Site`). So each property of all arguments is read by one call. Constants are hashable. An
+    argument of any other kind leaves the launch to Triton, and so does a hook of a profiler.
     """
 
     def __init__(self, params: Sequence[Any]) -> None:
-        self._is_constant = tuple(each.is_constexpr for each in params)
+        self._are_constant = tuple(each.is_constexpr for each in params)
         self._params = {each.name: each for each in params}
-        self._by_key: dict[Key, Prepared] = {}
+        self._sites: dict[Key, Site] = {}
+        self._integers = Integers()
 
     def launch(self, args: tuple[Any, ...], grid: Any, named: dict[str, Any]) -> bool:
         """Launch the kernel on the current stream if it has been launched with such arguments
         before; return whether it was."""
-        key = self._key(args, named)
-        found = None if key is None else self._by_key.get(key)
-        if found is None or callable(grid) or _has_hooks():
+        site, runtime = self._sites.get(tuple(map(type, args))), knobs.runtime
+        if site is None or type(grid) is not tuple:
             return False
-        launch, function, facts, constants = found
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            return False
+        active = driver.active
+        device = active.get_current_device()
+        found = site.by_key.get(self._key(site, device, args, named))
+        if found is None:
+            return False
+        launch, facts, constants = found
         num_x, num_y, num_z = (*grid, 1, 1)[:3]
-        stream = driver.active.get_current_stream(key[0])
-        launch(num_x, num_y, num_z, stream, function, facts, None, None, None, *args, *constants)
+        stream = active.get_current_stream(device)
+        launch(num_x, num_y, num_z, stream, *facts, *args, *constants)
         return True
 
     def add(self, args: tuple[Any, ...], named: dict[str, Any], compiled: Any) -> None:
         """Add a kernel that Triton has compiled and launched. It is left to Triton if an argument
         that is not constant was given by name, or by its default."""
-        key = self._key(args, named)
+        kinds = tuple(map(type, args))
+        site = self._sites.get(kinds) or Site(kinds, self._are_constant)
         rest = list(self._params.values())[len(args) :]
         are_constants = all(each.is_constexpr for each in rest)
-        if key is None or compiled is None or not are_constants:
+        has_tensors = any(type(each) in TENSORS for each in named.values())
+        if compiled is None or not (site.is_served and are_constants) or has_tensors:
             return
         if isinstance(compiled, FutureKernel):  # was compiled by another thread
             compiled = compiled.result()
         constants = tuple(named.get(each.name, each.default) for each in rest)
-        facts = compiled.packed_metadata
-        self._by_key[key] = Prepared(compiled.run, compiled.function, facts, constants)
+        self._sites[kinds] = site
+        key = self._key(site, driver.active.get_current_device(), args, named)
+        site.by_key[key] = Prepared(*_start_of(compiled), constants)
 
-    def _key(self, args: tuple[Any, ...], named: dict[str, Any]) -> Key | None:
-        """Return the key of a launch; None if it is left to Triton."""
-        parts: list[Any] = [driver.active.get_current_device(), len(args)]
-        for value, is_constant in zip(args, self._is_constant, strict=False):
-            kind = type(value)
-            if (kind is torch.Tensor or kind is Parameter) and not is_constant:
-                parts += value.dtype, value.data_ptr() & MASK
-            elif kind is int and not is_constant:
-                parts += value == 1, value & MASK, -LIMIT <= value < LIMIT, value >> 63
-            elif kind is float and not is_constant:
-                parts.append(float)
-            elif is_constant or value is None or kind is bool:
-                parts += kind, value
-            else:
-                return None
-        kinds = tuple(map(type, named.values()))
-        if torch.Tensor in kinds or Parameter in kinds:
-            return None
-        return (*parts, *named, *kinds, *named.values())
+    def _key(self, site: Site, device: int, args: tuple[Any, ...], named: dict[str, Any]) -> Key:
+        tensors = site.tensors(args)
+        return (
+            device,
+            *map(_dtype_of, tensors),
+            functools.reduce(or_, map(_address_of, tensors), 0) & MASK
+            and tuple(_address_of(each) & MASK for each in tensors),
+            *map(self._integers.__getitem__, site.integers(args)),
+            *site.values(args),
+            *named,
+            *map(type, named.values()),
+            *named.values(),
+        )
 
 
-def _has_hooks() -> bool:
-    """Return whether a profiler listens to launches."""
-    runtime = knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+_dtype_of, _address_of = attrgetter("dtype"), torch.Tensor.data_ptr
+
+
+def _picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a function that returns a tuple's items at these positions."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda items: tuple(items[i] for i in positions)
+
+
+def _start_of(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that launches a compiled kernel, and its arguments after the stream. Triton's
+    launcher in Python is left out where it would only allocate scratch memory of no bytes."""
+    start, function, facts = compiled.run, compiled.function, compiled.packed_metadata
+    profiler = None, None, None  # metadata of the launch, and two hooks
+    needs_memory = not isinstance(start, CudaLauncher) or bool(
+        start.global_scratch_size or start.profile_scratch_size
+    )
+    if needs_memory:
+        return start, (function, facts, *profiler)
+    options = start.launch_cooperative_grid, start.launch_pdl
+    return start.launch, (function, *options, None, None, facts, *profiler)
 
 
 @functools.cache
@@ -191,15 +246,22 @@ class Kernel(triton.JITFunction[Any]):
         super().__init__(*given, **options)
         self._prepared = PreparedLaunches(self.params)
 
+    def __getitem__(self, grid: Any) -> Any:
+        """Return a function that launches the kernel over a grid."""
+        return functools.partial(self._launch, grid) if prepares() else super().__getitem__(grid)
+
     def run(self, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         """See JITFunction."""
         warmup = warmup or _only_compiles.get()
-        if warmup or not prepares() or not self._prepared.launch(args, grid, named):
-            found = super().run(*args, grid=grid, warmup=warmup, **named)
-            if not warmup and prepares():
+        return super().run(*args, grid=grid, warmup=warmup, **named)
+
+    def _launch(self, grid: Any, /, *args: Any, **named: Any) -> None:
+        """Launch the kernel in the prepared way; at first in Triton's."""
+        only_compiles = _only_compiles.get()
+        if only_compiles or not self._prepared.launch(args, grid, named):
+            found = self.run(*args, grid=grid, warmup=False, **named)
+            if not only_compiles:
                 self._prepared.add(args, named, found)
-            return found
-        return None
 
 
 class InterpretedKernel(InterpretedFunction[Any]):

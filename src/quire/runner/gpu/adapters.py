@@ -8,14 +8,15 @@ All memory is allocated once: recorded steps hold its address, and read what is 
 A slot holds an adapter's matrices one after another, with its own ranks. A step groups its tokens
 itself, from the slots of its rows. So a recorded step is right for any mix of adapters, and for
 draft tokens whose number only the device knows. If neither slots nor rows have changed, the host
-has nothing to do.
+has nothing to do. If no row has an adapter, a second recording of the step's size leaves out all
+work for adapters, and fuses layers as without them.
 
 Shape legend: T tokens, S scheduled rows, E slots, K inputs, O outputs of a layer, N outputs of a
 part, R rank of a part, C numbers of a slot's memory.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ class DeviceSlots:
         )
         self._rows_S = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
         self._groups: Any = None
+        self.is_idle = False
 
     @property
     def nbytes(self) -> int:
@@ -124,9 +126,14 @@ class DeviceSlots:
 
     def group(self, starts_S1: torch.Tensor, num_tokens: int) -> None:
         """Group the tokens of the step whose forward pass follows. starts: int32 [S + 1]."""
+        self.is_idle = False
         self._groups = self._kernels.group_tokens(
             self._rows_S, starts_S1, num_tokens, self._num_slots, is_fixed=self._is_fixed
         )
+
+    def leave_out(self) -> None:
+        """Add nothing in the forward pass that follows, since no row of the step has an adapter."""
+        self.is_idle, self._groups = True, None
 
     def add(self, out_TO: torch.Tensor, x_TK: torch.Tensor, layer: int) -> None:
         """Add to the outputs [T, O] of the tokens that use adapters, for inputs [T, K]."""
@@ -163,9 +170,10 @@ Arrived = tuple[int, PackedAdapter]  # a slot, and the adapter for it
 class DeviceStepAdapters(ForwardPart):
     """Changes of one step. arrived: adapters to copy, in this order. rows: the slot of each
     scheduled row, -1 without an adapter; None if the device knows them. done: called when the
-    device has got both."""
+    device has got both. is_used: whether a row has an adapter."""
 
     slots: DeviceSlots
+    is_used: bool = True
     arrived: Sequence[Arrived] = ()
     rows: Int32 | None = None
     done: Callable[[], None] = lambda: None
@@ -174,6 +182,11 @@ class DeviceStepAdapters(ForwardPart):
     def is_at_rest(self) -> bool:
         """Return whether slots and rows stay as they are."""
         return not self.arrived and self.rows is None
+
+    @property
+    def unused(self) -> "DeviceStepAdapters":
+        """Return the part in steps without adapters."""
+        return replace(self, is_used=False)
 
     def before(self) -> None:
         """Copy the adapters and the rows' slots to the device."""
@@ -184,8 +197,11 @@ class DeviceStepAdapters(ForwardPart):
         self.done()
 
     def attention(self, step: AttentionStep) -> AttentionStep:
-        """Group the step's tokens by adapter; return the step as it is."""
-        self.slots.group(step.query_starts_S1, step.positions_T.shape[-1])
+        """Group the step's tokens by adapter, if there are any; return the step as it is."""
+        if self.is_used:
+            self.slots.group(step.query_starts_S1, step.positions_T.shape[-1])
+        else:
+            self.slots.leave_out()
         return step
 
 
@@ -197,7 +213,8 @@ class DeviceRowAdapters(RowAdapters):
     ) -> None:
         super().__init__(adapted, config)
         self._device_slots = slots
-        self.at_rest = DeviceStepAdapters(slots)
+        self.at_rest: DeviceStepAdapters = DeviceStepAdapters(slots)
+        self.unused = self.at_rest.unused
         self._waiting: list[Arrived] = []  # adapters that the device has not got yet
         self._known = np.full(max_rows, -1, np.int32)  # slots of the last step's rows
         # Numbers of the last change that was planned, and of the last that the device has got.
@@ -207,15 +224,16 @@ class DeviceRowAdapters(RowAdapters):
         self._waiting.append((slot, adapter))
 
     def _part_of(self, plan: Plan) -> ForwardPart:
-        """See RowAdapters. A change that did not reach the device comes again with the next
-        plan."""
+        """See RowAdapters. A change that did not reach the device comes again with the next plan.
+        The device also knows which rows have no adapter, since any graph may serve them."""
         rows = np.full(len(plan.rows), -1, np.int32)
         for i, row in enumerate(plan.rows.tolist() if self._rows else ()):
             if row in self._rows:
                 rows[i] = self._slot_of(self._rows[row])
         is_known = self._done == self._planned and np.array_equal(rows, self._known[: len(rows)])
+        is_used = bool((rows >= 0).any())
         if is_known and not self._waiting:
-            return self.at_rest
+            return self.at_rest if is_used else self.unused
         if self._done != self._planned:
             self._known.fill(UNKNOWN)  # an earlier change may never reach the device
         self._known[: len(rows)] = rows
@@ -226,7 +244,7 @@ class DeviceRowAdapters(RowAdapters):
             self._waiting = [each for each in self._waiting if each not in arrived]
             self._done = max(self._done, number)
 
-        return DeviceStepAdapters(self._device_slots, arrived, rows, done)
+        return DeviceStepAdapters(self._device_slots, is_used, arrived, rows, done)
 
 
 def adapters_on_gpu(

@@ -35,6 +35,7 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.moe import only_first_tokens
 from quire.ops.rows.step_inputs import StepInputs
 from quire.ops.sampling.device_drafts import Runs
+from quire.runner.attachment import recorded_parts
 from quire.runner.device import Device, Graph
 from quire.runner.gpu.compiling import compile_all
 from quire.runner.gpu.pieces import Pieces, record
@@ -49,7 +50,7 @@ from quire.runner.gpu.sizes import (
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.gpu.verification import verify, verify_ops
 from quire.runner.memory_plan import MAX_OTHER_GRAPHS, MORE_POSITIONS, max_mixed_tokens
-from quire.runner.step_ops import RECORDED_CANDIDATES, Gathered, Needs, StepShape
+from quire.runner.step_ops import RECORDED_CANDIDATES, Gathered, Needs, StepShape, unused
 from quire.runner.steps import StepRunner
 
 logger = logging.getLogger("quire")
@@ -70,7 +71,7 @@ def carry_out(
 ) -> list[torch.Tensor]:
     """Run a step's work from gathered inputs to counters; return its sampling parts' tensors.
     between: called where the masks are applied."""
-    parts = [each.at_rest for each in runner.attachments]
+    parts = recorded_parts(runner.attachments, needs)
     computed = runner.compute(gathered, shape, needs, backend, parts)
     if needs.has_masks:
         between()
@@ -257,6 +258,8 @@ class Graphs:
         single = self._single_needs() if self._runner.head.samples else []
         recorded = [(size, each) for each in needs for size in self.sizes.warm(*drafters)]
         kinds = [(size, needs[0]) for size in self.sizes.plain()]
+        if self._may_be_unused:
+            kinds += [(size, unused(needs[0])) for size in self.sizes.plain()]
         kinds += [(self.sizes.decoding[-1], each) for each in single]
         unmasked = {kind for kind in recorded if not (kind[1].has_masks and kind[0].runs)}
         return list(dict.fromkeys([*kinds, *recorded])), unmasked
@@ -299,12 +302,22 @@ class Graphs:
             if kind is not None and self.sizes.has(kind[0]) and self._may_record(*kind):
                 self._try(*kind)
                 return not self._is_full
-        plain = ((size, Needs()) for size in reversed(self.sizes.decoding))
-        for size, needs in (*plain, *self._others_that_occurred()):
+        for size, needs in (*self._plain(), *self._others_that_occurred()):
             if self._may_record(size, needs):
                 self._try(size, needs)
                 return not self._is_full
         return False
+
+    @property
+    def _may_be_unused(self) -> bool:
+        """Return whether a feature's work can be left out of steps whose rows do not use it."""
+        return any(each.at_rest.is_used is not None for each in self._runner.attachments)
+
+    def _plain(self) -> list[Key]:
+        """Return the kinds of plain decoding steps, largest first; those that leave out unused
+        features first."""
+        needs = [unused(Needs()), Needs()] if self._may_be_unused else [Needs()]
+        return [(size, each) for each in needs for size in reversed(self.sizes.decoding)]
 
     def _others_that_occurred(self) -> list[Key]:
         return [
@@ -318,6 +331,8 @@ class Graphs:
         key = size, needs
         if key in self._recorded or key in self._failed or self._times.get(key, 0) < 0:
             return False
+        if needs.is_unused and not self._may_be_unused:
+            return False  # of an earlier run with other settings
         return _is_plain(key) or len(self._others()) < self._max_others
 
     def _others(self) -> list[Key]:
@@ -405,11 +420,13 @@ def _borrowed(device: Device, inputs: StepInputs) -> StepInputs:
 
 def _serves(served: Needs, needs: Needs) -> bool:
     """Return whether a graph for the needs `served` gives the results of a step with `needs`. A
-    graph with masks does not serve a step without: it would apply the masks of an earlier step."""
+    graph with masks does not serve a step without: it would apply the masks of an earlier step. A
+    graph with a feature's work also serves steps whose rows do not use the feature."""
     return (
         served.edits == needs.edits
         and served.has_masks == needs.has_masks
         and served.is_uncut <= needs.is_uncut
+        and served.is_unused <= needs.is_unused
         and served.has_filters >= needs.has_filters
         and served.has_penalties >= needs.has_penalties
         and served.num_candidates >= needs.num_candidates
@@ -419,4 +436,5 @@ def _serves(served: Needs, needs: Needs) -> bool:
 def _is_plain(key: Key) -> bool:
     """Return whether it is a decoding step without further needs, whose memory is planned."""
     size, needs = key
-    return needs == Needs() and not (size.is_mixed or size.drafts)
+    is_plain = needs in (Needs(), unused(Needs()))
+    return is_plain and not (size.is_mixed or size.drafts)

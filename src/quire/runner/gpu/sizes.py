@@ -86,8 +86,8 @@ class Size:
 
 
 # Row slots, token slots, draft slots, drafter's search, has filters, has penalties, has edits,
-# number of candidates, has masks, is uncut.
-Kind = tuple[int, int, int, tuple[int, ...], bool, bool, bool, int, bool, bool]
+# number of candidates, has masks, is uncut, is unused.
+Kind = tuple[int, int, int, tuple[int, ...], bool, bool, bool, int, bool, bool, bool]
 
 
 def kind_of(size: Size, needs: Needs) -> Kind:
@@ -95,26 +95,26 @@ def kind_of(size: Size, needs: Needs) -> Kind:
     return (
         size.rows, size.tokens, size.drafts, tuple(size.runs or ()), needs.has_filters,
         needs.has_penalties, needs.edits is not None, needs.num_candidates, needs.has_masks,
-        needs.is_uncut,
+        needs.is_uncut, needs.is_unused,
     )  # fmt: skip
 
 
 def kind_from(values: Any) -> Kind:
     """Return a kind from JSON. Raises ValueError, TypeError or KeyError for other values."""
-    rows, tokens, drafts, runs, filters, penalties, edits, num, masks, uncut = values
+    rows, tokens, drafts, runs, filters, penalties, edits, num, masks, uncut, unused = values
     return (
         int(rows), int(tokens), int(drafts), tuple(map(int, runs)), bool(filters),
-        bool(penalties), bool(edits), int(num), bool(masks), bool(uncut),
+        bool(penalties), bool(edits), int(num), bool(masks), bool(uncut), bool(unused),
     )  # fmt: skip
 
 
 def size_and_needs(kind: Kind) -> tuple[Size, Needs] | None:
     """Return the size and needs of a remembered kind; None if it needs an unknown edit table."""
-    rows, tokens, drafts, runs, filters, penalties, edits, num, masks, uncut = kind
+    rows, tokens, drafts, runs, filters, penalties, edits, num, masks, uncut, unused = kind
     if edits or len(runs) not in (0, len(Runs._fields)):
         return None
     size = Size(rows, tokens, drafts, Runs(*runs) if runs else None)
-    needs = Needs(filters, penalties, None, num, masks, is_uncut=uncut)
+    needs = Needs(filters, penalties, None, num, masks, is_uncut=uncut, is_unused=unused)
     return size, needs
 
 

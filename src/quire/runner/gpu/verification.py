@@ -17,6 +17,7 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.states import RecordedOnDevice
 from quire.ops.rows.step_inputs import SampleInputs
 from quire.ops.sampling.device_drafts import Runs
+from quire.runner.attachment import recorded_parts
 from quire.runner.gpu.sizes import Drafted, Size
 from quire.runner.step_ops import Gathered, Needs, StepShape
 from quire.runner.steps import StepRunner
@@ -63,12 +64,12 @@ def verify(
     how many of them count, and the sampling parts' tensors. between: called where the masks are
     applied."""
     ops, recording = verify_ops(runner), None
-    at_rest = [each.at_rest for each in runner.attachments]
+    forward = recorded_parts(runner.attachments, needs)
     if backend.has_states:
         backend = recording = RecordedOnDevice(
             backend, ops.has_drafts(gathered), size.num_positions
         )
-    hidden_TD = runner.hidden(gathered.inputs, shape, backend, at_rest)
+    hidden_TD = runner.hidden(gathered.inputs, shape, backend, forward)
     samples = ops.positions(gathered, size)
     logits_PV = runner.logits(hidden_TD, samples.last, needs)
     if needs.has_masks:

@@ -8,9 +8,9 @@ program computes an equal part of it (stream-K). A step is BLOCK_K inputs of BLO
 are almost as many tiles as multiprocessors, each tile has equal parts (tiles.py).
 
 A program stores its sums of a tile that it shares with others. The last of these programs
-(`arrives_last`) adds the sums in the order of the inputs. So a result depends on the shape and on
-the number of programs alone. The rows of x are the columns of the matrix instruction, whose 64 rows
-are never empty then.
+(`arrives_last`) adds the sums in the order of the inputs. It loads all but its own. So a result
+depends on the shape and on the number of programs alone. The rows of x are the columns of the
+matrix instruction, whose 64 rows are never empty then.
 
 The weight of a gate has its gate rows first, then its up rows. A tile takes both of its outputs,
 one after the other, and stores their product (`gated`).
@@ -131,22 +131,38 @@ def _store(
 
 
 @triton.jit
+def _sums_of(
+    program, tile, partials_ptr, num_steps, num_programs, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Load the sums [BLOCK_E, ROWS] of a tile that a program stored."""
+    first_tile = program * num_steps // num_programs // STEPS
+    slot = (2 * program + (first_tile != tile)).to(tl.int64) * BLOCK_E * ROWS
+    e, row = tl.arange(0, BLOCK_E), tl.arange(0, ROWS)
+    return tl.load(partials_ptr + slot + e[:, None] * ROWS + row[None, :])
+
+
+@triton.jit
 def _merge_shared(
-    tile, partials_ptr, arrivals_ptr, bias_ptr, out_ptr, num_tokens, num_outputs, num_steps,
-    num_programs, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    own, program, tile, partials_ptr, arrivals_ptr, bias_ptr, out_ptr, num_tokens, num_outputs,
+    num_steps, num_programs, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Add the sums of a tile if this program is the last to store its sums."""
+    """Add the sums of a tile if this program is the last to store its sums. It still has its own
+    sums, so it loads those of the programs before it, and then those of the programs after it."""
     first = _program_of(tile * STEPS, num_steps, num_programs)
     last = _program_of(tile * STEPS + STEPS - 1, num_steps, num_programs)
     if arrives_last(arrivals_ptr + tile, last - first + 1):
-        e, row = tl.arange(0, BLOCK_E), tl.arange(0, ROWS)
-        at = e[:, None] * ROWS + row[None, :]
         total = tl.zeros([BLOCK_E, ROWS], tl.float32)
-        for program in range(first, last + 1):
-            first_tile = program * num_steps // num_programs // STEPS
-            slot = (2 * program + (first_tile != tile)).to(tl.int64) * BLOCK_E * ROWS
-            total += tl.load(partials_ptr + slot + at)
+        for other in range(first, program):
+            total += _sums_of(
+                other, tile, partials_ptr, num_steps, num_programs, STEPS, ROWS, BLOCK_E
+            )
+        total += own
+        for other in range(program + 1, last + 1):
+            total += _sums_of(
+                other, tile, partials_ptr, num_steps, num_programs, STEPS, ROWS, BLOCK_E
+            )
         _store(
             total, tile, bias_ptr, out_ptr, num_tokens, num_outputs, ROWS, BLOCK_E, HAS_BIAS, GATE
         )
@@ -203,8 +219,8 @@ def _stream_k_kernel(
             slot = (2 * program + (tile != first_tile)).to(tl.int64) * BLOCK_E * ROWS
             tl.store(partials_ptr + slot + e[:, None] * ROWS + row[None, :], total)
             _merge_shared(
-                tile, partials_ptr, arrivals_ptr, bias_ptr, out_ptr, num_tokens, num_outputs,
-                num_steps, num_programs, STEPS, ROWS, BLOCK_E, HAS_BIAS, GATE,
+                total, program, tile, partials_ptr, arrivals_ptr, bias_ptr, out_ptr, num_tokens,
+                num_outputs, num_steps, num_programs, STEPS, ROWS, BLOCK_E, HAS_BIAS, GATE,
             )  # fmt: skip
 
 

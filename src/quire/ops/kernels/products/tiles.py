@@ -48,11 +48,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The work of all programs: parts of tiles, parts that are not a whole tile, and the largest
-    number of programs that share a tile."""
+    """The work of all programs: parts of tiles, parts that are not a whole tile, tiles that have
+    such parts, and the largest number of programs that share a tile."""
 
     parts: int
     partial: int
+    tiles: int
     largest: int
 
 
@@ -67,15 +68,15 @@ class Schedule:
         """Return the expected time for a weight of so many rows, after the first start.
 
         All programs read weights from memory, and x and shared sums from the cache. Then one
-        program adds the sums of the tile that most programs share.
+        program adds the sums of the tile that most programs share, and loads all but its own.
         """
         num_tiles, weight = -(-num_rows // self.tile.outputs), 2 * num_rows * num_inputs
         shared = sharing(num_tiles, num_inputs // BLOCK_K, self.num_programs)
         cached = weight + 2 * self.tile.rows * num_inputs * num_tiles
-        cached += 2 * shared.partial * self.tile.sums_bytes
+        cached += (2 * shared.partial - shared.tiles) * self.tile.sums_bytes
         reading = max(weight / costs.memory, cached / (costs.cache * self.num_programs))
         starts = (shared.parts / self.num_programs - 1) * costs.start_us
-        adding = shared.largest * self.tile.sums_bytes / costs.cache
+        adding = max(0, shared.largest - 1) * self.tile.sums_bytes / costs.cache
         return reading + starts + adding + costs.arrival_us * (shared.largest > 0)
 
 
@@ -109,4 +110,4 @@ def sharing(num_tiles: int, num_steps: int, num_programs: int) -> Sharing:
             parts += 1
             if begin > tile * num_steps or end < (tile + 1) * num_steps:
                 partial[tile] += 1
-    return Sharing(parts, partial.total(), max(partial.values(), default=0))
+    return Sharing(parts, partial.total(), len(partial), max(partial.values(), default=0))
