@@ -8,8 +8,8 @@ host memory, or in a directory. Two conversations take turns in a pool for one, 
 loads its blocks from host memory. For the directory the server is started again.
 
 first token    from sending the body to the first chunk, at the client
-model          the runner's own time of the steps of this turn; for other places than the device,
-               the median of the turns on the device, so that moving blocks is not part of it
+model          the runner's own time of the steps of this turn. For other places it is the median
+               of the device, so that it does not include moved blocks
 later          the first minus the second; the aim is 10 ms on the device
 limit          elsewhere: 10 ms, and 1.3 times the moved bytes over the bandwidth of copying memory,
                or of reading the same files once more
