@@ -76,7 +76,7 @@ BUDGETS = {
     "render/jobs": 550,
     "render/media": 1640,
     "render/templates": 960,
-    "render/tokens": 2020,
+    "render/tokens": 2010,
     "runner": 3690,
     "runner/drafting": 1010,
     "runner/gpu": 2100,
