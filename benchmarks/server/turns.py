@@ -14,9 +14,9 @@ later          the first minus the second; the aim is 10 ms on the device
 limit          elsewhere: 10 ms, and 1.3 times the moved bytes over the bandwidth of copying memory,
                or of reading the same files once more
 
-`turn_parts.py` measures the parts of the rest. `deep` is four layers of Qwen3-0.6B with random
-weights, and the tokenizer of `turn_parts.py`. Its keys and values have a seventh of the whole
-model's size: 16 KiB per token.
+`turn_parts.py` measures the parts of the rest. `wide` is two layers of Qwen3-0.6B with random
+weights, and the tokenizer of `turn_parts.py`. Its keys and values take 8 KiB per token, a
+fourteenth of the whole model's.
 """
 
 import argparse
@@ -77,7 +77,7 @@ class Cell:
 
 CELLS = (
     Cell("demo", "demo", 3072, {"max_position_embeddings": 32768}, has_tokenizer=True),
-    Cell("deep", "shape:qwen3-0.6b", 16384, {"num_hidden_layers": 4}),
+    Cell("wide", "shape:qwen3-0.6b", 8192, {"num_hidden_layers": 2}),
 )
 
 
@@ -325,7 +325,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--places", nargs="+", choices=places, default=places)
     parser.add_argument("--held", type=int, default=NUM_HELD, help="known tokens")
     parser.add_argument("--new", type=int, default=NUM_NEW, help="new tokens of a turn")
-    parser.add_argument("--rounds", type=int, default=6, help="turns of a place")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of a place")
     parser.add_argument("--starts", type=int, default=2, help="of the server with the directory")
     options = parser.parse_args()
     options.places = [place for place in places if place in {"device", *options.places}]

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.numbers.page import lines_of
+from benchmarks.numbers.server import SERVER
+from benchmarks.result_files import read, write
 from benchmarks.server import turn_parts, turns
 from benchmarks.server.turn_parts import PARTS, body_of, turn_of
 from benchmarks.server.turns import StepTimes, Turn, read_bandwidth, row_of
@@ -43,7 +46,7 @@ def test_on_the_device_each_turn_is_compared_with_its_own_steps() -> None:
 
 
 def test_moved_blocks_add_to_the_limit_and_not_to_the_model() -> None:
-    row = row_of("deep", [turn("host", 260.0, 255.0, 1_000_000)], 150.0, 10e6)
+    row = row_of("wide", [turn("host", 260.0, 255.0, 1_000_000)], 150.0, 10e6)
     assert row["later_ms"] == [110.0]
     assert row["limit_ms"] == pytest.approx(turns.AIM_MS + 130.0)
 
@@ -68,3 +71,21 @@ def test_a_turn_that_was_not_found_is_an_error() -> None:
 def test_the_bandwidth_is_that_of_the_blocks(tmp_path: Path) -> None:
     (tmp_path / "a.kv").write_bytes(bytes(1000))
     assert read_bandwidth(tmp_path) > 0
+
+
+def test_the_page_can_show_the_rows(tmp_path: Path) -> None:
+    places = [
+        turn("device", 110.0, 100.0),
+        turn("host", 130.0, 100.0, 9),
+        turn("directory", 1.0, 1),
+    ]
+    rows = [row_of("demo", [each], 100.0, 1e9) for each in places]
+    rows += [{"part": part, "cpu_ms": 0.5} for part in PARTS]
+    facts = {"cpu": "x", "cores": 2, "commit": "abc1234", "date": "2026-11-30"}
+    write(tmp_path / "turns.json", "server.turns", rows, {}, lambda: dict(facts))
+    found = read(tmp_path / "turns.json")
+    assert found.rows[0]["bytes_per_s"] is None, "the device has no bandwidth"
+    tables = [table for each in SERVER.sections for table in each.tables if "turns" in table.file]
+    turns_of_places, parts = (lines_of(table, found) for table in tables)
+    assert turns_of_places[2] == "| demo | device | 0 | 110 ms | 100 ms | 10.0 ms | 10.0 ms |"
+    assert parts[2] == "| body | 0.50 ms |" and len(parts) == len(PARTS) + 3
