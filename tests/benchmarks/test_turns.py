@@ -74,12 +74,8 @@ def test_the_bandwidth_is_that_of_the_blocks(tmp_path: Path) -> None:
 
 
 def test_the_page_can_show_the_rows(tmp_path: Path) -> None:
-    places = [
-        turn("device", 110.0, 100.0),
-        turn("host", 130.0, 100.0, 9),
-        turn("directory", 1.0, 1),
-    ]
-    rows = [row_of("demo", [each], 100.0, 1e9) for each in places]
+    rates = {"device": float("inf"), "host": 1e9, "directory": 1e9}
+    rows = [row_of("demo", [turn(each, 110.0, 100.0)], 100.0, rates[each]) for each in rates]
     rows += [{"part": part, "cpu_ms": 0.5} for part in PARTS]
     facts = {"cpu": "x", "cores": 2, "commit": "abc1234", "date": "2026-11-30"}
     write(tmp_path / "turns.json", "server.turns", rows, {}, lambda: dict(facts))
