@@ -55,14 +55,14 @@ BUDGETS = {
     "models/quantised": 990,
     "models/qwen": 260,
     "models/vision": 1820,
-    "ops": 1470,
+    "ops": 1480,
     "ops/attention": 3380,
     "ops/blocks": 660,
     "ops/collectives": 430,
     "ops/host": 940,
-    "ops/kernels": 4060,
+    "ops/kernels": 4120,
     "ops/kernels/attention": 4340,
-    "ops/kernels/products": 810,
+    "ops/kernels/products": 830,
     "ops/kernels/sampling": 2100,
     "ops/prompt_kernels": 340,
     "ops/rows": 350,
@@ -77,9 +77,9 @@ BUDGETS = {
     "render/media": 1640,
     "render/templates": 960,
     "render/tokens": 2010,
-    "runner": 3690,
+    "runner": 3730,
     "runner/drafting": 1010,
-    "runner/gpu": 2100,
+    "runner/gpu": 2130,
     "runner/media": 420,
     "runner/sampling": 1120,
     "runner/setup": 790,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 131_600
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 131_740
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
