@@ -83,7 +83,7 @@ BUDGETS = {
     "runner/media": 420,
     "runner/sampling": 1120,
     "runner/setup": 790,
-    "runner/warm": 1040,
+    "runner/warm": 1060,
     "scheduler": 1890,
     "scheduler/branching": 390,
     "scheduler/core": 3840,
