@@ -223,3 +223,13 @@ def test_failed_look_ups_are_rare_where_they_take_long(monkeypatch: pytest.Monke
             made.draftable(Mock(), table)
             made.propose([], 1)
         assert abs(made._max_rest - steps) <= 1, step_s
+
+
+def test_a_plain_step_is_measured_before_drafts_are_weighed() -> None:
+    """Steps with drafts have a time, and steps without have none of this size."""
+    made = Drafting(Speculation("suffix", 4), Mock(num_followed=0), 4)
+    made._verified.seconds = lambda _: 1.0  # type: ignore[method-assign]
+    sequence = Mock(limit=40, num_known_tokens=8, num_prompt_tokens=8)
+    sequence.known_tokens = np.arange(8, dtype=np.int32)
+    assert made._propose([sequence], 1) == ([], [])
+    assert not made._of, "no sequence was looked at"
