@@ -58,8 +58,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """One benchmark. about: what is measured, and against which aim or limit. is_new: whether the
-    section is left out until its files exist."""
+    """One benchmark. about: what is measured, and against which aim or limit. is_new: whether to
+    omit the section until its files exist."""
 
     title: str
     about: str

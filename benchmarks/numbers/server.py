@@ -44,10 +44,10 @@ SERVER = Page("server.md", "Server and start", (
     Section(
         "Start of a turn",
         "A conversation of 16,000 tokens is known, and the client sends it again with 500 new"
-        " tokens. `later` is the time to the first token minus the model's own time. The first aim"
-        " is 10 ms, plus 1.3 times the moved bytes over the bandwidth of the place. `deep` is four"
-        " layers of Qwen3-0.6B. The second table has the parts of the demo model's turn, each"
-        " alone and without the model.",
+        " tokens. `later` is the time to the first token minus the model's own time. The aim"
+        " is 10 ms, plus 1.3 times the moved bytes over the bandwidth of the place. `wide` is two"
+        " layers of Qwen3-0.6B. The second table has the parts of a turn, each alone"
+        " and without the model.",
         "python -m benchmarks.server.turns",
         (Table(ZEN3 + "turns.json", {
             "cell": "{cell}", "keys and values in": "{place}", "MB moved":
@@ -76,6 +76,19 @@ SERVER = Page("server.md", "Server and start", (
         (Table(ZEN4 + "handover.json", {
             "prompt computed": "{cold_s:.1f} s", "prompt handed over": "{warm_s:.2f} s",
             "share": "{share:.1%}", "data moved": "{moved_mb} MB"}),),
+    ),
+    Section(
+        "Sessions of agents, compared with other servers",
+        "Sessions of ten turns that run at the same time. Each turn resends the whole text so far"
+        " with 16 new tokens to generate. quire and llama.cpp read the same GGUF file (Q8_0 for the"
+        " 0.6B shape, F16 for the demo model); vLLM computes in float32. The job is all turns.",
+        "python -m benchmarks.server.agents",
+        (Table(ZEN3 + "agents.json", {
+            "model": "{model}", "sessions": "{sessions}", "server": "{engine}",
+            "job, s": "{seconds:.1f}", "first token of a turn, ms": "{first_token_ms.median:,.0f}",
+            "longest, ms": "{first_token_ms.most:,.0f}", "prompt tokens computed":
+            "{computed_tokens:,}"}),),
+        is_new=True,
     ),
     Section(
         "Grammars",

@@ -5,8 +5,7 @@
 A conversation of 16,000 tokens is known, and its next message has about 500. The client sends all
 of it again. The tokenizer is a byte-level BPE with Qwen's rule for words, trained on the
 documentation; it has 3.5 characters per token. Each part runs alone, in this process, on the
-production code. A figure is the median of several turns in milliseconds of this thread's CPU time,
-so other programs change it less than a time on the clock:
+production code. A figure is the median of several turns, in milliseconds of this thread's CPU time.
 
 body        the JSON body becomes a checked object
 template    the job is packed, rendered as in the template's process, and comes back as text

@@ -8,15 +8,15 @@ host memory, or in a directory. Two conversations take turns in a pool for one, 
 loads its blocks from host memory. For the directory the server is started again.
 
 first token    from sending the body to the first chunk, at the client
-model          the runner's own time of the steps of this turn; for other places than the device,
-               the median of the turns on the device, so that moving blocks is not part of it
+model          the runner's own time of the steps of this turn. For other places it is the median
+               of the device, so that it does not include moved blocks
 later          the first minus the second; the aim is 10 ms on the device
 limit          elsewhere: 10 ms, and 1.3 times the moved bytes over the bandwidth of copying memory,
                or of reading the same files once more
 
-The CPU times are those of the server's processes for one turn. `turn_parts.py` has the parts.
-`deep` is four layers of Qwen3-0.6B with random weights, and the tokenizer of `turn_parts.py`. Its
-keys and values have a seventh of the whole model's size: 16 KiB per token.
+`turn_parts.py` measures the parts of the rest. `wide` is two layers of Qwen3-0.6B with random
+weights, and the tokenizer of `turn_parts.py`. Its keys and values take 8 KiB per token, a
+fourteenth of the whole model's.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from benchmarks.result_files import Row, options_of, write
 from benchmarks.server import turn_parts
 from benchmarks.server.servers import free_port, running
 from benchmarks.server.turn_parts import (
+    BLOCK_SIZE,
     NUM_HELD,
     NUM_NEW,
     Message,
@@ -53,13 +54,13 @@ from quire.tools.http_client import DONE, HttpClient, HttpError
 from quire.tools.report import benchmark_parser, plain_facts, print_head
 
 READY_S = 180.0
-QUIET_S = 0.6  # without a new step, after which all steps of a turn have been reported
+READ_S, PAUSE_S = 2.0, 0.1  # between two snapshots during a turn, and after it
 AIM_MS = 10.0
 SLACK = 1.3  # of moving blocks, relative to their bytes over the bandwidth
 SPARE = 1.1  # size of the pool, relative to one conversation
 METRIC = re.compile(r"^quire:(\w+?)(?:_total)?(?:\{[^}]*\})? ([-+.\deE]+)$", re.MULTILINE)
-KINDS = {"quire.serve.server": "api", "template_worker": "template"}
-PLACES = ("device", "host", "directory")
+# Turns that do not count, by place: what is done once, and turns while blocks are still written
+NUM_SKIPPED = {"device": 1, "host": 2, "directory": 0}
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,13 @@ class Cell:
 
 CELLS = (
     Cell("demo", "demo", 3072, {"max_position_embeddings": 32768}, has_tokenizer=True),
-    Cell("deep", "shape:qwen3-0.6b", 16384, {"num_hidden_layers": 4}),
+    Cell("wide", "shape:qwen3-0.6b", 8192, {"num_hidden_layers": 2}),
 )
 
 
 @dataclass
 class Turn:
-    """Times of one turn in milliseconds. num_moved: bytes that came from the place. cpu_ms: by kind
-    of the server's processes."""
+    """Times of one turn in milliseconds. num_moved: bytes that came from the place."""
 
     place: str
     first_ms: float
@@ -91,14 +91,12 @@ class Turn:
     num_prompt: int
     num_cached: int
     num_moved: int = 0
-    cpu_ms: dict[str, float] = field(default_factory=dict)
 
 
 def row_of(cell: str, turns: list[Turn], model_ms: float, bytes_per_s: float) -> Row:
     """Return the figures of the turns of one place. model_ms: the model's own time. bytes_per_s:
     bandwidth of the place; infinity for the device."""
     moved_ms = SLACK * statistics.median(turn.num_moved for turn in turns) / bytes_per_s * 1e3
-    kinds = sorted({kind for turn in turns for kind in turn.cpu_ms})
     later = [turn.first_ms - model_ms for turn in turns]
     if turns[0].place == "device":
         later = [turn.first_ms - turn.steps_ms for turn in turns]
@@ -114,24 +112,40 @@ def row_of(cell: str, turns: list[Turn], model_ms: float, bytes_per_s: float) ->
         "bytes_per_s": bytes_per_s,
         "prompt_tokens": turns[-1].num_prompt,
         "cached_tokens": turns[-1].num_cached,
-        "cpu_ms": {
-            kind: statistics.median(t.cpu_ms.get(kind, 0.0) for t in turns) for kind in kinds
-        },
     }
 
 
 class StepTimes:
-    """Durations of the server's steps in milliseconds, by number, from its live view."""
+    """Durations of the server's steps in milliseconds, by number, from snapshots of its live view.
+
+    The core notes steps for some seconds after each snapshot. Snapshots are not taken during a
+    turn, unless it is long, since they would delay it.
+    """
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
         self._steps: dict[int, float] = {}
-        self._changed_s = 0.0
+        self._at_s = 0.0  # of the last snapshot, on the machine's monotonic clock
+
+    async def read(self) -> None:
+        """Take a snapshot."""
+        events = self._client.stream_json("/v1/engine/live", None, method="GET")
+        async with contextlib.aclosing(events) as payloads:
+            async for payload in payloads:
+                self.take(json.loads(payload))
+                return
+
+    def take(self, snapshot: dict[str, Any]) -> None:
+        """Add the steps of a snapshot."""
+        self._at_s = snapshot["at_s"]
+        for step in snapshot["steps"]:
+            self._steps[step["step"]] = step["duration_ms"]
 
     @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Follow the live view within the block."""
-        task = asyncio.create_task(self._follow())
+    async def kept(self) -> AsyncIterator[None]:
+        """Have the core note all steps within the block."""
+        await self.read()
+        task = asyncio.create_task(self._read_often())
         try:
             yield
         finally:
@@ -139,18 +153,10 @@ class StepTimes:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    async def _follow(self) -> None:
-        events = self._client.stream_json("/v1/engine/live", None, method="GET")
-        async with contextlib.aclosing(events) as payloads:
-            async for payload in payloads:
-                if payload != DONE:
-                    self.take(json.loads(payload))
-
-    def take(self, event: dict[str, Any]) -> None:
-        """Take the steps of an event of the live view."""
-        for step in event.get("steps", ()):
-            self._steps[step["step"]] = step["duration_ms"]
-            self._changed_s = time.monotonic()
+    async def _read_often(self) -> None:
+        while True:
+            await asyncio.sleep(READ_S)
+            await self.read()
 
     @property
     def num_steps(self) -> int:
@@ -158,51 +164,36 @@ class StepTimes:
         return len(self._steps)
 
     async def since(self, num_before: int) -> float:
-        """Return the sum of all steps after the first num_before, once they have been reported."""
-        while self.num_steps == num_before or time.monotonic() - self._changed_s < QUIET_S:
-            await asyncio.sleep(QUIET_S / 4)
+        """Return the sum of all steps after the first num_before, up to now."""
+        now_s = time.monotonic()
+        while self._at_s < now_s:
+            await asyncio.sleep(PAUSE_S)
+            await self.read()
         return sum(list(self._steps.values())[num_before:])
 
 
-def processes_of(pid: int) -> dict[int, str]:
-    """Return the kinds of a server's processes by process id; other processes are left out."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found, rest = dict[int, str](), [pid]
-    while rest:
-        each = rest.pop()
-        rest += children.get(each, [])
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{each}/cmdline").read_text()
-            kinds = [kind for mark, kind in KINDS.items() if mark in command]
-            found |= dict.fromkeys([each], kinds[0]) if kinds else {}
-    return found
-
-
-def cpu_ms_of(processes: dict[int, str]) -> dict[str, float]:
-    """Return the CPU time that processes have used, by kind, in milliseconds."""
-    used: dict[str, float] = {}
-    for pid, kind in processes.items():
-        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-            with contextlib.suppress(OSError):
-                used[kind] = used.get(kind, 0.0) + int(path.read_text().split()[0]) / 1e6
-    return used
-
-
 class Player:
-    """Sends turns to one server and measures them. pid: of the server."""
+    """Sends turns to one server and measures them."""
 
-    def __init__(self, client: HttpClient, cell: Cell, pid: int, steps: StepTimes) -> None:
-        self._client, self._cell, self._pid, self._steps = client, cell, pid, steps
+    def __init__(self, client: HttpClient, cell: Cell) -> None:
+        self._client, self._cell, self._steps = client, cell, StepTimes(client)
 
     async def turn(self, messages: list[Message], place: str) -> Turn:
         """Send a conversation and measure its first token. Raises HttpError."""
-        body = body_of(messages, self._cell.model)
-        processes, num_before = processes_of(self._pid), self._steps.num_steps
-        used, counted = cpu_ms_of(processes), await self._counted()
+        body, counted = body_of(messages, self._cell.model), await self._counted()
+        async with self._steps.kept():
+            num_before = self._steps.num_steps
+            first_ms, usage = await self._first_token(body)
+        steps_ms = await self._steps.since(num_before)
+        num_cached = usage["prompt_tokens_details"].get("cached_tokens") or 0
+        turn = Turn(place, first_ms, steps_ms, usage["prompt_tokens"], num_cached)
+        if place != "device":
+            num_blocks = await self._counted() - counted
+            turn.num_moved = int(num_blocks * self._cell.kv_bytes * BLOCK_SIZE)
+        return turn
+
+    async def _first_token(self, body: bytes) -> tuple[float, dict[str, Any]]:
+        """Return the time to the first chunk in milliseconds, and the usage."""
         began, first_ms, usage = time.perf_counter(), 0.0, dict[str, Any]()
         events = self._client.stream_json("/v1/chat/completions", body)
         async with contextlib.aclosing(events) as payloads:
@@ -214,14 +205,7 @@ class Player:
                 if chunk.get("error"):
                     raise HttpError(str(chunk["error"]))
                 usage = chunk.get("usage") or usage
-        after = cpu_ms_of(processes)
-        cpu_ms = {kind: after[kind] - used.get(kind, 0.0) for kind in after}
-        steps_ms = await self._steps.since(num_before)
-        num_cached = usage["prompt_tokens_details"].get("cached_tokens") or 0
-        turn = Turn(place, first_ms, steps_ms, usage["prompt_tokens"], num_cached, cpu_ms=cpu_ms)
-        if place != "device":
-            turn.num_moved = int((await self._counted() - counted) * self._cell.kv_bytes * 16)
-        return turn
+        return first_ms, usage
 
     async def _counted(self) -> float:
         """Return how many blocks were loaded from host memory so far."""
@@ -242,48 +226,61 @@ async def served(
         "--kv-disk-gb", "10", "--log-level", "warning", "--tokenizer", tokenizer,
         "--hf-overrides", json.dumps(cell.overrides),
     ]  # fmt: skip
-    with running(command) as process:
+    with running(command):
         client = HttpClient(f"http://127.0.0.1:{port}")
         await wait_until_ready(client, READY_S)
-        steps = StepTimes(client)
-        async with steps.watched():
-            yield Player(client, cell, process.pid, steps)
+        yield Player(client, cell)
         await client.close()
+
+
+class Play:
+    """Plays two conversations, and collects the turns of each place.
+
+    known: their messages. texts: new messages of num_new tokens each.
+    """
+
+    def __init__(self, known: list[list[Message]], texts: Texts, num_new: int) -> None:
+        self.turns: dict[str, list[Turn]] = {}
+        self._known, self._texts, self._num_new = known, texts, num_new
+
+    async def begin(self, player: Player, which: int) -> None:
+        """Let the server compute a conversation, which evicts the other one."""
+        await player.turn(turn_of(self._known[which], "Begin."), "device")
+
+    async def take(self, player: Player, place: str, which: int) -> None:
+        """Continue a conversation in a new way."""
+        messages = turn_of(self._known[which], self._texts.take(self._num_new))
+        self.turns.setdefault(place, []).append(await player.turn(messages, place))
 
 
 async def measure_cell(
     cell: Cell, name: str, options: argparse.Namespace, folder: Path
 ) -> list[Row]:
-    """Return the rows of all places. name: of the tokenizer."""
-    tokenizer = text_of(name).tokenizer
+    """Return the rows of the places, always with the device. name: of the tokenizer."""
+    tokenizer, places = text_of(name).tokenizer, options.places
     assert tokenizer is not None, "a chat needs a tokenizer"
     texts = Texts(tokenizer)
-    known = [texts.conversation(options.held) for _ in range(2)]
+    play = Play([texts.conversation(options.held) for _ in range(2)], texts, options.new)
     num_tokens = round(1.1 * (options.held + options.new))
-    turns: dict[str, list[Turn]] = {place: [] for place in PLACES}
     async with served(cell, name, num_tokens, folder) as player:
-        await player.turn(turn_of(known[0], "Begin."), "device")
-        for _ in range(options.rounds + 1):
-            messages = turn_of(known[0], texts.take(options.new))
-            turns["device"].append(await player.turn(messages, "device"))
-        await player.turn(turn_of(known[1], "Begin."), "device")
-        for number in range(options.rounds + 2):
-            messages = turn_of(known[number % 2], texts.take(options.new))
-            turns["host"].append(await player.turn(messages, "host"))
-    for _ in range(options.starts):
+        await play.begin(player, 0)
+        for _ in range(options.rounds + NUM_SKIPPED["device"]):
+            await play.take(player, "device", 0)
+        if len(places) > 1:
+            await play.begin(player, 1)
+        for number in range(options.rounds + NUM_SKIPPED["host"] if "host" in places else 0):
+            await play.take(player, "host", number % 2)
+    for _ in range(options.starts if "directory" in places else 0):
         async with served(cell, name, num_tokens, folder) as player:
             await player.turn([{"role": "user", "content": "Begin."}], "device")
-            for messages in known:
-                messages = turn_of(messages, texts.take(options.new))
-                turns["directory"].append(await player.turn(messages, "directory"))
-    del turns["device"][0], turns["host"][:2]  # what is done once; blocks that are still written
+            for which in range(2):
+                await play.take(player, "directory", which)
+    turns = {place: play.turns[place][NUM_SKIPPED[place] :] for place in places}
     _check(turns, options.new)
     model_ms = statistics.median(turn.steps_ms for turn in turns["device"])
-    rates = (float("inf"), copy_bandwidth() / 2, read_bandwidth(folder))
-    return [
-        row_of(cell.name, turns[place], model_ms, rate)
-        for place, rate in zip(PLACES, rates, strict=True)
-    ]
+    rates = {"device": float("inf"), "host": copy_bandwidth() / 2}
+    rates["directory"] = read_bandwidth(folder) if "directory" in places else 0.0
+    return [row_of(cell.name, mine, model_ms, rates[place]) for place, mine in turns.items()]
 
 
 def _check(turns: dict[str, list[Turn]], num_new: int) -> None:
@@ -311,14 +308,12 @@ def read_bandwidth(folder: Path) -> float:
 
 def printed(rows: list[Row]) -> Iterator[str]:
     """Yield the lines of a table."""
-    yield "cell   place      first token   model   later   limit      MB   CPU of server, template"
+    yield "cell   place      first token     model   later   limit      MB"
     for row in rows:
         first, later = (statistics.median(row[key]) for key in ("first_token_ms", "later_ms"))
-        cpu = row["cpu_ms"]
         yield (
-            f"{row['cell']:6} {row['place']:10} {first:11.1f} {row['model_ms']:7.1f} {later:7.1f}"
+            f"{row['cell']:6} {row['place']:10} {first:11.1f} {row['model_ms']:9.1f} {later:7.1f}"
             f" {row['limit_ms']:7.1f} {row['moved_bytes'] / 1e6:7.0f}"
-            f"   {cpu.get('api', 0.0):.1f}, {cpu.get('template', 0.0):.1f}"
         )
 
 
@@ -326,11 +321,15 @@ def arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     names = [cell.name for cell in CELLS]
     parser.add_argument("--cells", nargs="+", choices=names, default=names)
+    places = list(NUM_SKIPPED)
+    parser.add_argument("--places", nargs="+", choices=places, default=places)
     parser.add_argument("--held", type=int, default=NUM_HELD, help="known tokens")
     parser.add_argument("--new", type=int, default=NUM_NEW, help="new tokens of a turn")
-    parser.add_argument("--rounds", type=int, default=6, help="turns of a place")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of a place")
     parser.add_argument("--starts", type=int, default=2, help="of the server with the directory")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.places = [place for place in places if place in {"device", *options.places}]
+    return options
 
 
 def main() -> None:

@@ -3,20 +3,24 @@
 Covers `benchmarks/server/turns.py` and `benchmarks/server/turn_parts.py`.
 """
 
+import asyncio
 import json
-import os
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.numbers.page import lines_of
+from benchmarks.numbers.server import SERVER
+from benchmarks.result_files import read, write
 from benchmarks.server import turn_parts, turns
 from benchmarks.server.turn_parts import PARTS, body_of, turn_of
-from benchmarks.server.turns import StepTimes, Turn, cpu_ms_of, read_bandwidth, row_of
+from benchmarks.server.turns import StepTimes, Turn, read_bandwidth, row_of
 from quire.tools.http_client import HttpClient, HttpError
 
 
 def turn(place: str, first_ms: float, steps_ms: float, num_moved: int = 0) -> Turn:
-    return Turn(place, first_ms, steps_ms, 1000, 990, num_moved, {"api": first_ms / 10})
+    return Turn(place, first_ms, steps_ms, 1000, 990, num_moved)
 
 
 def test_every_part_of_a_known_conversation_is_measured() -> None:
@@ -38,21 +42,22 @@ def test_on_the_device_each_turn_is_compared_with_its_own_steps() -> None:
     mine = [turn("device", 110.0, 100.0), turn("device", 209.0, 200.0)]
     row = row_of("demo", mine, 150.0, float("inf"))
     assert row["later_ms"] == [10.0, 9.0]
-    assert (row["limit_ms"], row["cpu_ms"]) == (turns.AIM_MS, {"api": 15.95})
+    assert row["limit_ms"] == turns.AIM_MS
 
 
 def test_moved_blocks_add_to_the_limit_and_not_to_the_model() -> None:
-    row = row_of("deep", [turn("host", 260.0, 255.0, 1_000_000)], 150.0, 10e6)
+    row = row_of("wide", [turn("host", 260.0, 255.0, 1_000_000)], 150.0, 10e6)
     assert row["later_ms"] == [110.0]
     assert row["limit_ms"] == pytest.approx(turns.AIM_MS + 130.0)
 
 
 def test_the_live_view_shows_each_step_once() -> None:
     steps = StepTimes(HttpClient("http://127.0.0.1:1"))
-    steps.take({"steps": [{"step": 3, "duration_ms": 1.5}, {"step": 4, "duration_ms": 2.0}]})
-    steps.take({"steps": [{"step": 4, "duration_ms": 2.0}]})
-    steps.take({})
+    three, four = ({"step": number, "duration_ms": 1.5} for number in (3, 4))
+    steps.take({"at_s": 1.0, "steps": [three]})
+    steps.take({"at_s": time.monotonic() + 60, "steps": [three, four]})
     assert steps.num_steps == 2
+    assert asyncio.run(steps.since(1)) == 1.5
 
 
 def test_a_turn_that_was_not_found_is_an_error() -> None:
@@ -63,8 +68,20 @@ def test_a_turn_that_was_not_found_is_an_error() -> None:
         turns._check(found, 4)
 
 
-def test_the_processes_and_files_of_a_server(tmp_path: Path) -> None:
-    assert cpu_ms_of({os.getpid(): "api"})["api"] > 1.0
-    assert os.getpid() not in turns.processes_of(os.getpid()), "it is no part of a server"
+def test_the_bandwidth_is_that_of_the_blocks(tmp_path: Path) -> None:
     (tmp_path / "a.kv").write_bytes(bytes(1000))
     assert read_bandwidth(tmp_path) > 0
+
+
+def test_the_page_can_show_the_rows(tmp_path: Path) -> None:
+    rates = {"device": float("inf"), "host": 1e9, "directory": 1e9}
+    rows = [row_of("demo", [turn(each, 110.0, 100.0)], 100.0, rates[each]) for each in rates]
+    rows += [{"part": part, "cpu_ms": 0.5} for part in PARTS]
+    facts = {"cpu": "x", "cores": 2, "commit": "abc1234", "date": "2026-11-30"}
+    write(tmp_path / "turns.json", "server.turns", rows, {}, lambda: dict(facts))
+    found = read(tmp_path / "turns.json")
+    assert found.rows[0]["bytes_per_s"] is None, "the device has no bandwidth"
+    tables = [table for each in SERVER.sections for table in each.tables if "turns" in table.file]
+    turns_of_places, parts = (lines_of(table, found) for table in tables)
+    assert turns_of_places[2] == "| demo | device | 0 | 110 ms | 100 ms | 10.0 ms | 10.0 ms |"
+    assert parts[2] == "| body | 0.50 ms |" and len(parts) == len(PARTS) + 3

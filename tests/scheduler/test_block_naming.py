@@ -1,9 +1,11 @@
 """Where the names of a request's blocks begin."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
-from quire.kv.digest import extend_digests
+from quire.kv.digest import RUN_BLOCKS, HasDigest, extend_digests
 from quire.scheduler.core.names import Digester, Prefix
 from quire.scheduler.policy.policies import make_block_hash
 from tests.scheduler.test_step_results import scheduler_of, step
@@ -33,6 +35,26 @@ def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
     own, sequence.digests[1:] = list(sequence.digests), []
     Digester()([sequence, prefix], 4, [2, 1])
     assert prefix.digests == wanted and sequence.digests == own
+
+
+def test_a_known_conversation_is_not_hashed_again() -> None:
+    hashed: list[bytes] = []
+
+    def counting(data: bytes) -> HasDigest:
+        hashed.append(data)
+        return hashlib.sha256(data)
+
+    digester, tokens = Digester(counting), np.arange(400, dtype=np.int32)
+    first, again, marked = (Prefix(i, b"root", tokens) for i in range(3))
+    marked.marks = ((5, bytes(32)),)
+    counts = []
+    for prefix in (first, again, marked):
+        digester([prefix], 4, [100])
+        counts.append(len(hashed))
+    assert counts == [100, 100 + 100 - RUN_BLOCKS, 200 + 100 - RUN_BLOCKS]
+    assert again.digests == first.digests
+    assert marked.digests[0] == first.digests[0]
+    assert set(marked.digests[1:]).isdisjoint(first.digests), "marks are part of the names"
 
 
 @pytest.mark.parametrize("num", [1, 3])

@@ -24,6 +24,7 @@ from quire.tools.verify.answers import (
     compare,
     read_answer,
 )
+from tests.support.processes.forks import forked_children
 from tests.support.processes.servers import Server
 
 DEMO = Path(str(quire.__file__)).parent / "demo"
@@ -38,7 +39,7 @@ HERE = {name: f"{name} here" for name in PARTS}
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
     server = Server("demo", "--max-model-len", "256")
-    with httpx.Client(base_url=server.url, timeout=60) as client:
+    with forked_children(), httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
     server.stop()
 

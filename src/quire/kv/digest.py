@@ -120,7 +120,8 @@ class KnownRuns:
         num_blocks: int,
         marks: Seq[Mark] = (),
     ) -> None:
-        """Append the digests that `extend_digests` appends, but hash only unknown runs."""
+        """Append digests as `extend_digests` does, for token_ids of shape [num_tokens], but hash
+        only unknown runs."""
         size, block_hash = block_size, self._block_hash
         first = -(-len(digests) // RUN_BLOCKS) * RUN_BLOCKS
         if not marks and first + RUN_BLOCKS <= num_blocks:

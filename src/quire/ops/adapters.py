@@ -62,8 +62,8 @@ class LayerSize:
 
 class Slots(Protocol):
     """Adapters in the slots of a device, as a model and its loader see them: `AdapterSlots`, or
-    `DeviceSlots` on a GPU (runner/gpu/adapters.py). is_idle: whether `add` is left out of the
-    current step."""
+    `DeviceSlots` on a GPU (runner/gpu/adapters.py). is_idle: whether the current step skips
+    `add`."""
 
     is_idle: bool
 

@@ -89,7 +89,7 @@ class ForwardPart:
 
     @property
     def unused(self) -> "ForwardPart":
-        """Return the part in recorded steps none of whose rows use the feature."""
+        """Return the part in recorded steps without a row that uses the feature."""
         return self
 
     def before(self) -> None:

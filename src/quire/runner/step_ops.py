@@ -215,7 +215,7 @@ class Needs:
     generation of the edit table; None without edits. num_candidates: of each row, or NO_LOGPROBS.
     has_beams: masks also apply to beam search candidates. has_extras: see SamplingFlags. is_uncut:
     see AttentionStep; only of recorded steps, whose lengths vary. is_unused: no row uses a feature
-    of the forward pass, so its work may be left out."""
+    of the forward pass, so the step may skip its work."""
 
     has_filters: bool = False
     has_penalties: bool = False

@@ -314,7 +314,7 @@ class FakeSlots:
     def group(self, starts: Any, num_tokens: int) -> None:
         self.calls.append((len(starts), num_tokens))
 
-    def leave_out(self) -> None:
+    def skip(self) -> None:
         self.calls.append("nothing")
 
 

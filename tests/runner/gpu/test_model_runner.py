@@ -82,7 +82,7 @@ def few() -> list[Request]:
 
 def first_four() -> list[Request]:
     """Some that end while prompts of others are still computed."""
-    return requests(num_more=2)[:4]
+    return requests(num_more=1)[:4]
 
 
 def drive(
@@ -199,7 +199,7 @@ def test_masked_steps_are_told_long_before_they_are_done(
     monkeypatch.setattr(Pieces, "begin", count)
     settings = {"backend": "triton", "max_model_len": 60} | WAYS[way]
     built = build(**settings)
-    requests_of = partial(requests, num_more=2)
+    requests_of = partial(requests, num_more=1)
     found = drive(built, devices[-1], MASKED, requests_of)
     with on_the_host():
         assert found == drive(build("torch", max_model_len=60), None, MASKED, requests_of)

@@ -45,18 +45,8 @@ SIMPLE: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": 4, "max_num_se
 # Short of memory, and chunks of prompts: rows are preempted, begin again and share blocks.
 SHORT = SIMPLE | {"num_blocks": 18, "max_num_batched_tokens": 11}
 STEADY = ["llama", "gpt_oss", "gemma3"]
-OTHERS = [
-    "gpt2",
-    "qwen3_moe",
-    "qwen2",
-    "qwen3_moe_window",
-    "phi3",
-    "glm4",
-    "gpt_neox",
-    "opt",
-    "olmo2",
-]
-OTHERS += ["smollm3_windows", "cohere2", "mixtral", "qwen2_moe", "granite", "mistral"]
+OTHERS = ["gpt2", "qwen3_moe", "qwen2", "qwen3_moe_window", "phi3", "glm4", "gpt_neox", "opt"]
+OTHERS += ["olmo2", "smollm3_windows", "cohere2", "mixtral", "qwen2_moe", "granite", "mistral"]
 
 
 class Run:
@@ -170,7 +160,7 @@ def assert_alike(folder: Path, cache: Path, vocab: int = 97, **settings: Any) ->
 
 
 def each_variant() -> list[Any]:
-    return [*STEADY, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+    return slow_but([*STEADY, *OTHERS], *STEADY)
 
 
 @pytest.mark.parametrize("name", each_variant())

@@ -162,7 +162,7 @@ class Linear(Layer):
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether the outputs are those of one product."""
+        """Return whether one product computes the outputs."""
         return self._group is None and (self.adapted is None or self.adapted[0].is_idle)
 
     def forward_normed(

@@ -97,9 +97,8 @@ _only_compiles = ContextVar("only_compiles", default=False)
 
 
 class Prepared(NamedTuple):
-    """A compiled kernel: the call that launches it, the call's arguments between the stream and
-    those of the kernel, and the values of the kernel's arguments that were not given by position.
-    """
+    """A compiled kernel. launch: the call into Triton. facts: its arguments after the stream.
+    constants: its last arguments, which the caller did not give by position."""
 
     launch: Any
     facts: tuple[Any, ...]
@@ -107,8 +106,8 @@ class Prepared(NamedTuple):
 
 
 class Integers(dict[int, int]):
-    """What Triton derives from integers, as numbers: the width, whether it is 1, and the remainder
-    modulo 16. MAX_INTEGERS of them are remembered."""
+    """Specialisation of integers, as a number. Triton derives it from the width, the remainder
+    modulo 16, and whether the integer is 1. MAX_INTEGERS of them are remembered."""
 
     def __missing__(self, value: int) -> int:
         is_narrow = -LIMIT <= value < LIMIT
@@ -119,8 +118,8 @@ class Integers(dict[int, int]):
 
 
 class Site:
-    """Compiled kernels for arguments of these types, by key. The functions pick arguments by what
-    they are: tensors, integers, and those whose value counts."""
+    """Compiled kernels for arguments of these types, by key. Three functions pick the tensors, the
+    integers, and the constants and truths."""
 
     def __init__(self, kinds: Sequence[type], are_constant: Sequence[bool]) -> None:
         pairs = list(enumerate(zip(kinds, are_constant, strict=False)))
@@ -219,8 +218,8 @@ def _picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, 
 
 
 def _start_of(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the call that launches a compiled kernel, and its arguments after the stream. Triton's
-    launcher in Python is left out where it would only allocate scratch memory of no bytes."""
+    """Return the call that launches a compiled kernel, and its arguments after the stream. A kernel
+    without scratch memory skips Triton's launcher in Python, which only allocates that."""
     start, function, facts = compiled.run, compiled.function, compiled.packed_metadata
     profiler = None, None, None  # metadata of the launch, and two hooks
     needs_memory = not isinstance(start, CudaLauncher) or bool(

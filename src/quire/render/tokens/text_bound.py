@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from quire.render.tokens.pieces import SPACE_MARK, byte_of_char
 
 if TYPE_CHECKING:
@@ -42,18 +39,14 @@ class TextBound:
         if self.composes and not text.isascii():
             num_bytes = sum(map(len, _parts(text)))
             return num_bytes // (COMPOSED_SHRINK * self.longest) if self._all_weigh else 0
-        counts = np.zeros(256, np.int64)
+        counts = [0] * len(self.groups)
         for part in _parts(text):
-            counts += np.bincount(np.frombuffer(part, np.uint8), minlength=256)
-        return int(counts @ self._weights * (1 - 1e-9))
-
-    @cached_property
-    def _weights(self) -> npt.NDArray[np.float64]:
-        """The weight of each byte value, [256]."""
-        weights = np.zeros(256)
-        for length, values in self.groups:
-            weights[list(values)] = 1 / length
-        return weights
+            for index, (_, values) in enumerate(self.groups):  # the first ones hold most bytes
+                rest = part.translate(None, values)
+                counts[index] += len(part) - len(rest)
+                part = rest
+        weights = [n / length for n, (length, _) in zip(counts, self.groups, strict=True)]
+        return int(sum(weights) * (1 - 1e-9))
 
     @property
     def _all_weigh(self) -> bool:

@@ -8,7 +8,7 @@ All memory is allocated once: recorded steps hold its address, and read what is 
 A slot holds an adapter's matrices one after another, with its own ranks. A step groups its tokens
 itself, from the slots of its rows. So a recorded step is right for any mix of adapters, and for
 draft tokens whose number only the device knows. If neither slots nor rows have changed, the host
-has nothing to do. If no row has an adapter, a second recording of the step's size leaves out all
+has nothing to do. If no row has an adapter, a second recording of the step's size skips all
 work for adapters, and fuses layers as without them.
 
 Shape legend: T tokens, S scheduled rows, E slots, K inputs, O outputs of a layer, N outputs of a
@@ -131,7 +131,7 @@ class DeviceSlots:
             self._rows_S, starts_S1, num_tokens, self._num_slots, is_fixed=self._is_fixed
         )
 
-    def leave_out(self) -> None:
+    def skip(self) -> None:
         """Add nothing in the forward pass that follows, since no row of the step has an adapter."""
         self.is_idle, self._groups = True, None
 
@@ -201,7 +201,7 @@ class DeviceStepAdapters(ForwardPart):
         if self.is_used:
             self.slots.group(step.query_starts_S1, step.positions_T.shape[-1])
         else:
-            self.slots.leave_out()
+            self.slots.skip()
         return step
 
 

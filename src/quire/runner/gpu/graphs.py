@@ -319,12 +319,12 @@ class Graphs:
 
     @property
     def _may_be_unused(self) -> bool:
-        """Return whether a feature's work can be left out of steps whose rows do not use it."""
+        """Return whether steps may skip a feature's work if their rows do not use it."""
         return any(each.at_rest.is_used is not None for each in self._runner.attachments)
 
     def _plain(self) -> list[Key]:
-        """Return the kinds of plain decoding steps, largest first; those that leave out unused
-        features first."""
+        """Return the kinds of plain decoding steps, largest first. Kinds that skip unused features
+        come before all others."""
         needs = [unused(Needs()), Needs()] if self._may_be_unused else [Needs()]
         return [(size, each) for each in needs for size in reversed(self.sizes.decoding)]
 

@@ -7,7 +7,7 @@ import numpy as np
 from quire.base.messages import Request
 from quire.base.plan import Plan, RowStart
 from quire.base.settings.config import EngineConfig
-from quire.base.settings.speculation import FORCED, NONE, parse_speculation
+from quire.base.settings.speculation import FORCED, NONE, Speculation, parse_speculation
 from quire.models.checkpoint.source import ModelSource
 from quire.models.load.cache_files import weight_cache
 from quire.ops.host.native import core
@@ -19,13 +19,14 @@ from quire.spec.model_spec import PART_OF, QUIRE, ModelSpec
 GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # device files that indicate a GPU
 
 
-def path_for(config: EngineConfig, source: ModelSource) -> Path | None:
-    """Return the file of the start with these settings; None if it needs torch."""
+def path_for(config: EngineConfig, source: ModelSource, *, has_torch: bool = False) -> Path | None:
+    """Return the file of the start with these settings; None if it needs torch. has_torch: torch is
+    there, and runs the steps with draft tokens that the host proposes."""
     cache, parallel = weight_cache(config.model.weight_cache), config.parallel
     on_cpu = config.device == "cpu" or not any(map(Path.exists, map(Path, GPUS)))
     speculation = parse_speculation(config.speculative_config)
     is_simple = not (
-        (speculation is not None and speculation.method not in (FORCED, NONE))
+        (speculation is not None and not _runs_plain_steps(speculation, has_torch=has_torch))
         or config.logits_processors
         or config.deterministic
         or config.model.enable_return_routed_experts
@@ -40,6 +41,12 @@ def path_for(config: EngineConfig, source: ModelSource) -> Path | None:
     if cache is None or core() is None or not (on_cpu and is_simple and is_served):
         return None
     return start_path(cache, config, source)
+
+
+def _runs_plain_steps(speculation: Speculation, *, has_torch: bool) -> bool:
+    """Return whether steps without draft tokens need no torch with this method."""
+    is_rare = speculation.method in (FORCED, NONE)
+    return is_rare or (has_torch and not speculation.has_drafter)
 
 
 def can_save_start(spec: ModelSpec) -> bool:

@@ -27,12 +27,17 @@ def without_torch(
     config: EngineConfig, source: ModelSource, built: "BuiltRunner"
 ) -> WarmModel | None:
     """Return a loaded model that runs plain plans without torch, and all other plans by this
-    runner. Return None if the start cannot be saved for later starts. config: as given."""
+    runner. Return None if steps of such settings need torch. config: as given."""
     native = built.runner.model
     if not isinstance(native, NativeModel) or not isinstance(native.model, Model):
         return None
-    is_saved = path_for(config, source) is not None and can_save_start(built.spec)
-    if not is_saved or built.host_limits is not None or built.spec.model_type not in OWN:
+    path = path_for(config, source, has_torch=True)
+    if (
+        path is None
+        or not can_save_start(built.spec)
+        or built.host_limits is not None
+        or built.spec.model_type not in OWN
+    ):
         return None  # the head of a plug-in's model may do more than the core's operations
     try:
         programs = _traced_programs(native)

@@ -149,7 +149,7 @@ def _merge_shared(
     HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of a tile if this program is the last to store its sums. It still has its own
-    sums, so it loads those of the programs before it, and then those of the programs after it."""
+    sums, and loads the sums of the programs before it and after it."""
     first = _program_of(tile * STEPS, num_steps, num_programs)
     last = _program_of(tile * STEPS + STEPS - 1, num_steps, num_programs)
     if arrives_last(arrivals_ptr + tile, last - first + 1):

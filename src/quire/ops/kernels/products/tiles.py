@@ -48,8 +48,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The work of all programs: parts of tiles, parts that are not a whole tile, tiles that have
-    such parts, and the largest number of programs that share a tile."""
+    """The work of all programs. parts: of tiles. partial: parts that are not a whole tile. tiles:
+    with such parts. largest: maximum number of programs that share a tile."""
 
     parts: int
     partial: int
