@@ -21,6 +21,7 @@ from quire.base.errors import ConfigError, EngineError, ModelError, OutOfMemory
 from quire.base.plan import Plan, RowStart
 from quire.base.settings.config import config_from_flat
 from quire.base.settings.lora import LoraConfig
+from quire.engine.drafting.draft_pace import StepTimes
 from quire.models.checkpoint.adapter_files import adapter_digest
 from quire.models.load.adapters import AdaptedModel
 from quire.models.load.loading import load_model
@@ -233,6 +234,32 @@ def test_graphs_without_adapters(
             assert served == {(True, True)} if ranks is BASE else (False, True) in served
             assert ADDED & launched.keys() == (ADDED if number == 0 else set())
     assert steps["recorded"] > 10 and steps["alone"] == 0
+
+
+@pytest.mark.usefixtures("devices", "steps")
+def test_a_drafted_step_without_adapters_launches_nothing_for_them(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its recording does, if a row of the step has an adapter."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    launched, drafted, record = noted_launches(monkeypatch), Counter[bool](), graphs.Graphs._record
+
+    def noted(self: Any, size: Any, needs: Any) -> Any:
+        before = +launched
+        recorded = record(self, size, needs)
+        if size.drafts:
+            drafted[needs.is_unused] += 1
+            assert ADDED & (launched - before).keys() == (set() if needs.is_unused else ADDED)
+        return recorded
+
+    monkeypatch.setattr(graphs.Graphs, "_record", noted)
+    monkeypatch.setattr(graphs.Graphs, "record_next", lambda self: False)
+    settings = SETTINGS | CASES["drafts"] | {"max_num_seqs": 1}
+    prompt: Any = {"prompt_token_ids": [5, 6] * 4}
+    with LLM(files.base, attention_backend="triton", **settings) as llm:
+        for rank in (0, 8):
+            llm.generate(prompt, GREEDY, False, lora_request=files.adapter(rank))
+    assert drafted[True] > 0 and drafted[False] > 0
 
 
 def noted_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
