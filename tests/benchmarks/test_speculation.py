@@ -12,6 +12,7 @@ from benchmarks.models import speculation
 from benchmarks.models.drafts.record import REPLAYED, Record, Replayed
 from benchmarks.models.drafts.replay import Replay
 from benchmarks.models.speculation import MIN_PAIRS, WORKLOADS, interval, measure_demo, verdict
+from quire.engine.drafting.draft_pace import StepTimes
 
 RIGHT = [10, 11, 12, 13, 14, 15]
 
@@ -22,8 +23,9 @@ def nothing_replayed() -> Iterator[None]:
     REPLAYED.clear()
 
 
-def test_a_small_run_of_all_workloads() -> None:
-    """Answers are compared within."""
+def test_a_small_run_of_all_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are compared within. No time is known, so all drafts are verified."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     options = argparse.Namespace(
         rows=[2], workloads=list(WORKLOADS), minutes=0.0, dtype="float32", kv_mib=32,
         method="suffix", speculative_config=None,
@@ -32,7 +34,6 @@ def test_a_small_run_of_all_workloads() -> None:
     assert list(rows) == list(WORKLOADS)
     assert all(row["pairs"] == 1 and row["verdict"] == "too few pairs" for row in rows.values())
     assert rows["tools"]["accepted"] > 10 and rows["json"]["accepted"] > 20
-    assert rows["random"]["accepted"] < 5
     assert rows["json"]["tokens_per_step"] > 1.5 * rows["random"]["tokens_per_step"]
 
 
