@@ -20,7 +20,9 @@ FORMATS = {
 BATCHES = (1, 2, 4, 8, 12, 16)
 
 
-SPECULATED = {"rows": "{workload}"}, {}, "rows", "{ratio:.2f} ({low:.2f} to {high:.2f})"
+SPECULATED: tuple[dict[str, str], dict[str, str], str, str] = (
+    {"rows": "{workload}"}, {}, "rows", "{ratio:.2f} ({low:.2f} to {high:.2f})"
+)  # fmt: skip
 SPECULATION = (
     Section(
         "Draft tokens by workload",

@@ -105,7 +105,7 @@ def test_integers_that_triton_tells_apart(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the device's driver")
 def compiled_by(launcher: type, **facts: Any) -> Any:
     """Return a stub of a compiled kernel whose launcher is of this class."""
-    start = launcher.__new__(launcher)
+    start: Any = object.__new__(launcher)
     sizes = {"global_scratch_size": 0, "profile_scratch_size": 0}
     options = {"launch_cooperative_grid": "grid", "launch_pdl": "pdl", "launch": "short"}
     vars(start).update(sizes | options | facts)
