@@ -2,7 +2,6 @@
 
 from benchmarks.numbers.cpu import FIGURES, MEDIAN, engines
 from benchmarks.numbers.page import ZEN3, ZEN4, ZEN5, Page, Section, Table
-from benchmarks.result_files import FOLDER
 
 
 def drafts(name: str, *tasks: str) -> Table:
@@ -21,32 +20,26 @@ FORMATS = {
 BATCHES = (1, 2, 4, 8, 12, 16)
 
 
-def speculation(title: str, about: str, command: str, *names: str) -> list[Section]:
-    """Return the section of the results that exist so far; none without any."""
-    found = [f"{ZEN3}speculation_{name}.json" for name in names]
-    tables = tuple(
-        Table(file, {"rows": "{workload}"}, by="rows", cell="{ratio:.2f} ({low:.2f} to {high:.2f})")
-        for file in found
-        if (FOLDER / file).exists()
-    )
-    return [Section(title, about, command, tables)] if tables else []
-
-
+SPECULATED: tuple[dict[str, str], dict[str, str], str, str] = (
+    {"rows": "{workload}"}, {}, "rows", "{ratio:.2f} ({low:.2f} to {high:.2f})"
+)  # fmt: skip
 SPECULATION = (
-    *speculation(
+    Section(
         "Draft tokens by workload",
         "Times the plain speed of the demo model with the method `suffix`, and the 95 % interval of"
         " the median of pairs. Tool calls and JSON have a grammar. The aims: no cell below 0.99,"
         " and 1.5 for tool calls and JSON with one row.",
         "python -m benchmarks.models.speculation",
-        "demo",
+        (Table(ZEN3 + "speculation_demo.json", *SPECULATED),),
+        is_new=True,
     ),
-    *speculation(
+    Section(
         "Draft tokens of a larger model",
         "The same with Qwen3-0.6B's shape in bf16. Its drafts are accepted as those of the demo"
         " model were, place by place. Making masks is not part of it.",
         "python -m benchmarks.models.speculation --replay shape:qwen3-0.6b --minutes 7",
-        "replay",
+        (Table(ZEN3 + "speculation_replay.json", *SPECULATED),),
+        is_new=True,
     ),
 )
 MODELS = Page("models.md", "Models, formats and drafts", (

@@ -67,7 +67,7 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
         " machine, so compare them with one another.",
         "python -m benchmarks.scheduler.one_launch",
         (Table(ZEN3 + "one_launch.json", {
-            "kernel": "{kernel}", "Triton": "{us.triton:.1f}", "prepared": "{us.prepared:.1f}"}),),
+            "kernel": "{kernel}", "Triton": "{us.triton:.2f}", "prepared": "{us.prepared:.2f}"}),),
     ),
     Section(
         "Recording",

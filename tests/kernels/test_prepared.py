@@ -4,11 +4,13 @@ import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
+from triton.backends.nvidia.driver import CudaLauncher
 
 from quire.ops.kernels import launch
 from quire.ops.kernels.launch import PREPARED, Integers, kernel
@@ -101,6 +103,31 @@ def test_integers_that_triton_tells_apart(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the device's driver")
+def compiled_by(launcher: type, **facts: Any) -> Any:
+    """Return a stub of a compiled kernel whose launcher is of this class."""
+    start: Any = object.__new__(launcher)
+    sizes = {"global_scratch_size": 0, "profile_scratch_size": 0}
+    options = {"launch_cooperative_grid": "grid", "launch_pdl": "pdl", "launch": "short"}
+    vars(start).update(sizes | options | facts)
+    return SimpleNamespace(run=start, function="function", packed_metadata="facts")
+
+
+class OtherLauncher:
+    """Launcher that no version of Triton has."""
+
+
+def test_launchers_of_triton_are_left_out_only_if_they_allocate_nothing() -> None:
+    plain = compiled_by(CudaLauncher)
+    short = "short", ("function", "grid", "pdl", None, None, "facts", None, None, None)
+    assert launch._start_of(plain) == short
+    for whole in (
+        compiled_by(CudaLauncher, global_scratch_size=1),
+        compiled_by(CudaLauncher, profile_scratch_size=1),
+        compiled_by(OtherLauncher),
+    ):
+        assert launch._start_of(whole) == (whole.run, ("function", "facts", None, None, None))
+
+
 def test_prepared_launches_are_those_of_triton() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

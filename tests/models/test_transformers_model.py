@@ -47,10 +47,11 @@ def load(reference: Checkpoint, dtype: torch.dtype, options: LoadOptions | None 
     return load_model(reference.directory, reference.spec, dtype, CPU, options)
 
 
-# The programs of translated models are compared with transformers, too.
+# test_transformers_translation.py compares the programs of translated models with transformers. It
+# has gemma2 among its slow cases.
 COMPARED = {*TRANSLATED, "llama", "qwen2_windows"} - {"gemma2"}
-# Others have their layers.
-LARGER = {"mixtral", "qwen2_moe", "opt_350m", "gpt2_scaled", "gpt_bigcode", "gemma2"}
+# Other quick cases have the layers of these models.
+LARGER = {"mixtral", "qwen2_moe", "opt_350m", "gpt2_scaled"}
 
 
 @pytest.mark.parametrize(

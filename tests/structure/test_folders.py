@@ -79,7 +79,7 @@ BUDGETS = {
     "render/tokens": 2020,
     "runner": 3730,
     "runner/drafting": 1010,
-    "runner/gpu": 2130,
+    "runner/gpu": 2150,
     "runner/media": 420,
     "runner/sampling": 1120,
     "runner/setup": 790,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 131_900
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 132_170
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

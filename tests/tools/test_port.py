@@ -199,6 +199,19 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert f"written: {tmp_path}/out/stablelm.py" in out
 
 
+@pytest.mark.slow
+def test_the_command_writes_over_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ("port", str(foreign(tmp_path / "model", "stablelm")), "--out", str(tmp_path / "out"))
+    status, _, _ = run(capsys, *command)
+    assert status == 0
+    written = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    status, _, err = run(capsys, *command)
+    assert status == 1 and "nothing is overwritten" in err
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == written
+
+
 def test_names() -> None:
     assert [module_name(each) for each in ("a-b", "3d", "class")] == [
         "a_b",

@@ -71,7 +71,12 @@ def test_a_script_does_what_its_docstring_says(
     script: Script, models: Models, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "quire.vllm", script.path, *models.arguments(script.needs)]
-    done = run_forked(command, LIMIT_S, cwd=tmp_path)
+    if script.name in USUAL:  # a fork has imported the modules before, and does not shut down
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path
+        )
+    else:
+        done = run_forked(command, LIMIT_S, cwd=tmp_path)
     if script.refused:
         assert done.returncode == 1 and script.refused in done.stderr, done.stderr
     else:

@@ -21,6 +21,7 @@ from quire.base.errors import ConfigError, EngineError, ModelError, OutOfMemory
 from quire.base.plan import Plan, RowStart
 from quire.base.settings.config import config_from_flat
 from quire.base.settings.lora import LoraConfig
+from quire.engine.drafting.draft_pace import StepTimes
 from quire.models.checkpoint.adapter_files import adapter_digest
 from quire.models.load.adapters import AdaptedModel
 from quire.models.load.loading import load_model
@@ -233,6 +234,34 @@ def test_graphs_without_adapters(
             assert served == {(True, True)} if ranks is BASE else (False, True) in served
             assert ADDED & launched.keys() == (ADDED if number == 0 else set())
     assert steps["recorded"] > 10 and steps["alone"] == 0
+
+
+@pytest.mark.usefixtures("devices", "steps")
+def test_a_drafted_step_without_adapters_launches_nothing_for_them(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its recording does, if a row of the step has an adapter."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    launched, drafted, record = noted_launches(monkeypatch), list[Any](), graphs.Graphs._record
+
+    def noted(self: Any, size: Any, needs: Any) -> Any:
+        self._device.run(list).wait()
+        before = +launched
+        recorded = record(self, size, needs)
+        self._device.run(list).wait()
+        if size.drafts:
+            drafted.append((needs.is_unused, ADDED & (launched - before).keys()))
+        return recorded
+
+    monkeypatch.setattr(graphs.Graphs, "_record", noted)
+    monkeypatch.setattr(graphs.Graphs, "record_next", lambda self: False)
+    settings = SETTINGS | CASES["drafts"] | {"max_num_seqs": 1}
+    prompt: Any = {"prompt_token_ids": [5, 6] * 4}
+    with LLM(files.base, attention_backend="triton", **settings) as llm:
+        for rank in (0, 8):
+            llm.generate(prompt, GREEDY, False, lora_request=files.adapter(rank))
+    assert [each for each in drafted if each not in ((True, set()), (False, ADDED))] == []
+    assert {is_unused for is_unused, _ in drafted} == {True, False}
 
 
 def noted_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

@@ -218,6 +218,11 @@ class TestGraphs:
         num_graphs = len(memory_plan.ladder(3)) + memory_plan.MAX_OTHER_GRAPHS
         wanted = 700 + memory_plan.GRAPH_BYTES * num_graphs
         assert built.runner.graph_bytes(built.config) == wanted
+        adapted = config_from_flat(
+            model=path, attention_backend="triton", enable_lora=True, **SETTINGS
+        )
+        more = memory_plan.GRAPH_BYTES * len(memory_plan.ladder(3))
+        assert memory_plan.all_graphs_bytes(adapted, 700) == wanted + more, "without adapters, too"
 
         def make(config: Any, num_blocks: Any) -> Any:
             return built.runner, None

@@ -1,5 +1,6 @@
 """Which steps are recorded, when, in what order, and what is remembered of it."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from quire.runner.attachment import ForwardPart, are_unused
 from quire.runner.gpu import graphs
 from quire.runner.gpu.graphs import DROPPED_TIMES, FIRST_TIMES, FIRST_TIMES_MIXED, Graphs
 from quire.runner.gpu.pieces import record
-from quire.runner.gpu.sizes import Drafted, Size, Sizes
+from quire.runner.gpu.sizes import Drafted, Size, Sizes, kind_of, size_and_needs
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.memory_plan import ladder
 from quire.runner.step_ops import Needs, StepShape, unused
@@ -252,6 +253,28 @@ def test_steps_that_use_no_feature_have_graphs_of_their_own() -> None:
     assert len(decoder.sizes) == 9 + 4, "without such features there is one ladder"
 
 
+@pytest.mark.parametrize(("is_used_first", "num_drops"), [(True, 0), (False, 8)])
+def test_other_kinds_have_one_graph_with_and_without_a_feature(
+    is_used_first: bool, num_drops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixed steps of 20 sizes in turn, each with the feature and without: their graphs stay within
+    the limit. A graph without it is recorded only before the other, and dropped in its favour."""
+    dropped, drop = list[Any](), Graphs._drop
+    monkeypatch.setattr(Graphs, "_drop", lambda self, key: dropped.append(key) or drop(self, key))
+    found = make(8, decoder := Decoder())
+    decoder.attachments = (SimpleNamespace(at_rest=UsedPart()),)
+    tokens = memory_plan.MIXED_TOKENS[:20]
+    for _ in range(120):
+        for needs in (PLAIN, unused(PLAIN)) if is_used_first else (unused(PLAIN), PLAIN):
+            steps = [found.find(8, each, needs) for each in tokens]
+    assert [each and each.size.tokens for each in steps] == list(tokens)
+    assert len(decoder.sizes) == 1 + (20 if is_used_first else 40)
+    assert len(dropped) == num_drops and all(needs.is_unused for _, needs in dropped)
+    while found.record_next():
+        pass
+    assert len([size for size in decoder.sizes if size.is_mixed]) == len(decoder.sizes) - 8, "plain"
+
+
 def test_which_steps_use_no_feature() -> None:
     used, plain, left_out = UsedPart(), ForwardPart(), ForwardPart()
     left_out.is_used = False
@@ -304,6 +327,33 @@ def test_idle_moments_begin_with_what_was_used_before(tmp_path: Path) -> None:
     third.find(1, 0, PLAIN)
     third.record_next()
     assert third.find(2, 0, FILTERED) is None
+
+
+def test_kinds_without_features_are_remembered(tmp_path: Path) -> None:
+    """And forgotten by an engine that has no such features."""
+    kinds = [(Size(2), unused(FILTERED)), (Size(4, 32), unused(PLAIN)), (Size(4), FILTERED)]
+    UsedSizes(tmp_path, []).write(kind_of(*each) for each in kinds)
+    read = UsedSizes(tmp_path, []).read()
+    assert {size_and_needs(kind) for kind in read} == set(kinds)
+    for attachments, wanted in (
+        ((SimpleNamespace(at_rest=UsedPart()),), kinds),
+        ((), kinds[2:]),
+    ):
+        found = make(8, decoder := Decoder(), used=UsedSizes(tmp_path, []))
+        decoder.attachments = attachments
+        found.find(8, 0, EDITED)
+        while found.record_next():
+            pass
+        others = {key for key in found._recorded if key[1].has_filters or key[0].is_mixed}
+        assert others == set(wanted)
+        UsedSizes(tmp_path, []).write(kind_of(*each) for each in kinds)
+
+
+def test_a_list_of_an_earlier_version_has_one_value_less(tmp_path: Path) -> None:
+    kind = kind_of(Size(4, 32, 8), FILTERED)
+    used = UsedSizes(tmp_path, [])
+    used.path.write_text(json.dumps({"graphs": [kind[:-1], kind]}), encoding="utf-8")
+    assert used.read() == [kind, kind]
 
 
 def test_graphs_of_a_table_that_has_moved_are_dropped() -> None:

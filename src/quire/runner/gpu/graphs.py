@@ -15,7 +15,9 @@ needs, if there is one (`_cover`). Before the engine is ready, `warm_up` records
 together cover every step that can be recorded. It also compiles the kernels of all sizes.
 
 Plain decoding steps are kept for ever. The number of all other graphs is limited, and the least
-recently used graph is dropped. A dropped kind must occur often before it is recorded again.
+recently used graph is dropped. A dropped kind must occur often before it is recorded again. Steps
+that use no feature have plain graphs of their own. Their other kinds use the graph with the
+feature's work if there is one: two graphs of each kind would exceed the limit.
 
 If the device's memory is full, recording fails. Then nothing more is recorded, and all other steps
 are launched directly. Any other recording error concerns its own kind, which is launched directly
@@ -196,7 +198,7 @@ class Graphs:
             return None
         key = size, needs
         self._num_found += 1
-        if (recorded := self._recorded.get(key)) is not None:
+        if (recorded := self._recorded.get(key) or self._with_features(*key)) is not None:
             recorded.last_use = self._num_found
             self._latest = None if drafted else (num_rows, num_tokens, needs, recorded)
             return recorded
@@ -217,6 +219,13 @@ class Graphs:
         self._num_found += 1
         recorded.last_use = self._num_found
         return recorded
+
+    def _with_features(self, size: Size, needs: Needs) -> Recorded | None:
+        """Return the graph of this kind that also does the work of unused features; None for plain
+        kinds, which have two graphs."""
+        if not needs.is_unused or _is_plain((size, needs)):
+            return None
+        return self._recorded.get((size, replace(needs, is_unused=False)))
 
     def _cover(
         self, num_rows: int, num_tokens: int, needs: Needs, drafted: Drafted | None
@@ -333,6 +342,8 @@ class Graphs:
             return False
         if needs.is_unused and not self._may_be_unused:
             return False  # of an earlier run with other settings
+        if self._with_features(size, needs) is not None:
+            return False
         return _is_plain(key) or len(self._others()) < self._max_others
 
     def _others(self) -> list[Key]:

@@ -100,8 +100,10 @@ def kind_of(size: Size, needs: Needs) -> Kind:
 
 
 def kind_from(values: Any) -> Kind:
-    """Return a kind from JSON. Raises ValueError, TypeError or KeyError for other values."""
-    rows, tokens, drafts, runs, filters, penalties, edits, num, masks, uncut, unused = values
+    """Return a kind from JSON. Lists of earlier versions lack its last value. Raises ValueError,
+    TypeError or KeyError for other values."""
+    rows, tokens, drafts, runs, filters, penalties, edits, num, masks, uncut, *rest = values
+    [unused] = rest or [False]
     return (
         int(rows), int(tokens), int(drafts), tuple(map(int, runs)), bool(filters),
         bool(penalties), bool(edits), int(num), bool(masks), bool(uncut), bool(unused),
