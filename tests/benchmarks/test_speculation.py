@@ -27,15 +27,9 @@ def nothing_replayed() -> Iterator[None]:
     REPLAYED.clear()
 
 
-@pytest.fixture
-def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft lengths do not depend on the speed of the machine, since no times are known."""
+def test_a_small_run_of_all_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are compared within. No time is known, so all drafts are verified."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
-
-
-@pytest.mark.usefixtures("no_times")
-def test_a_small_run_of_all_workloads() -> None:
-    """Answers are compared within."""
     options = argparse.Namespace(
         rows=[2], workloads=list(WORKLOADS), minutes=0.0, dtype="float32", kv_mib=32,
         method="suffix", speculative_config=None,
@@ -44,7 +38,6 @@ def test_a_small_run_of_all_workloads() -> None:
     assert list(rows) == list(WORKLOADS)
     assert all(row["pairs"] == 1 and row["verdict"] == "too few pairs" for row in rows.values())
     assert rows["tools"]["accepted"] > 10 and rows["json"]["accepted"] > 20
-    assert rows["random"]["accepted"] < 5
     assert rows["json"]["tokens_per_step"] > 1.5 * rows["random"]["tokens_per_step"]
 
 

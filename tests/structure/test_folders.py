@@ -30,7 +30,7 @@ BUDGETS = {
     "engine/attachments": 2130,
     "engine/client": 2400,
     "engine/connectors": 2150,
-    "engine/drafting": 1640,
+    "engine/drafting": 1660,
     "engine/executors": 640,
     "engine/grammars": 850,
     "engine/loop": 1170,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 131_860
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 131_900
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

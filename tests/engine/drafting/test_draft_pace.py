@@ -11,10 +11,12 @@ from quire.engine.drafting.draft_pace import (
     FIRST_CHANCE,
     FORGOTTEN,
     FREE_TOKENS,
+    MIN_CHANCE,
     MIN_GAIN,
     Chance,
     StepTimes,
     lengths,
+    max_likely,
 )
 
 
@@ -188,3 +190,18 @@ def test_a_choice_for_many_rows_takes_few_milliseconds() -> None:
         lengths([4] * 256, [0.7] * 256, 0, times)
         best = min(best, time.process_time() - began)
     assert best < 0.005
+
+
+def test_a_size_is_known_once_it_was_seen_twice() -> None:
+    times = StepTimes()
+    for is_known in (False, False, True):
+        assert times.is_known(5) == is_known
+        times.observe(6, 1.0)
+    assert not times.is_known(12)
+
+
+@pytest.mark.parametrize(("chance", "num"), [(0.01, 1), (0.3, 3), (0.7, 9), (1.0, 32)])
+def test_improbable_draft_tokens_are_not_looked_up(chance: float, num: int) -> None:
+    assert max_likely(chance) == num
+    if num < 32:
+        assert chance ** (num + 1) < MIN_CHANCE

@@ -2,6 +2,7 @@
 state."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -16,6 +17,8 @@ from quire.base.settings.speculation import Speculation
 from quire.engine.drafting import drafting
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.drafting.drafting import Drafting
+from quire.runner.model_runner import ModelRunner
+from quire.runner.warm.warm_runner import WarmRunner
 from quire.scheduler.core.sequence import Sequence
 from tests.support.engine.attachments import drafter_of
 
@@ -223,3 +226,42 @@ def test_failed_look_ups_are_rare_where_they_take_long(monkeypatch: pytest.Monke
             made.draftable(Mock(), table)
             made.propose([], 1)
         assert abs(made._max_rest - steps) <= 1, step_s
+
+
+def test_a_plain_step_is_measured_before_drafts_are_weighed() -> None:
+    """Steps with drafts have a time, and steps without have none of this size."""
+    made = Drafting(Speculation("suffix", 4), Mock(num_followed=0), 4)
+    made._verified.seconds = lambda _: 1.0  # type: ignore[method-assign]
+    sequence = Mock(limit=40, num_known_tokens=8, num_prompt_tokens=8)
+    sequence.known_tokens = np.arange(8, dtype=np.int32)
+    assert made._propose([sequence], 1) == ([], [])
+    assert not made._of, "no sequence was looked at"
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_steps_without_drafts_run_on_arrays(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with drafts run with torch, over the same rows."""
+    launched, plain, any_step = list[str](), WarmRunner.launch, ModelRunner.launch
+    monkeypatch.setattr(
+        WarmRunner, "launch", lambda *given: launched.append("plain") or plain(*given)
+    )
+    monkeypatch.setattr(
+        ModelRunner, "launch", lambda *given: launched.append("any") or any_step(*given)
+    )
+    own = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    params = [
+        SamplingParams(**own), SamplingParams(**own, allowed_token_ids=[40]), SamplingParams(**own)
+    ]  # fmt: skip
+    found = []
+    for name in (method, "none"):
+        config = {"method": name}
+        with engine(speculative_config=config, weight_cache=str(tmp_path)) as llm:
+            steps = steps_of(llm)
+            for each in params:
+                found.append(llm.generate([TEXT], each, use_tqdm=False)[0].outputs[0].token_ids)
+            if name == method:
+                num_drafted = sum(step.num_draft_tokens > 0 for step in steps)
+                assert launched.count("plain") > 20 and 0 < num_drafted <= launched.count("any")
+    assert found[:3] == found[3:]

@@ -16,15 +16,17 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from math import log
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import Int32, Plan
+from quire.base.settings.speculation import MAX_DRAFT_TOKENS
 
-FORGOTTEN = 512  # steps until the times of an unused size are dropped
-NUM_TIMES = 9  # recent times of a size
+FORGOTTEN = 128  # steps until the times of an unused size are dropped
+NUM_TIMES, MIN_TIMES = 9, 2  # recent times of a size, and how many of them are enough
 OLD_WEIGHT, OLD_WEIGHT_OF_ALL = 0.9, 0.98  # weight of the old estimate, of a sequence and of all
 FIRST_CHANCE = 0.7  # initial acceptance probability
 MIN_CHANCE = 0.05  # minimum probability of another draft token
@@ -62,6 +64,11 @@ class StepTimes:
         self._num_seen += 1
         if self._seen_at and min(self._seen_at.values()) < self._num_seen - FORGOTTEN:
             self._forget()
+
+    def is_known(self, num_tokens: int) -> bool:
+        """Return whether steps of about this size were observed, often enough to trust them."""
+        size = SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
+        return len(self._lately.get(size, ())) >= MIN_TIMES
 
     def seconds(self, num_tokens: int) -> float | None:
         """Return the expected seconds of a step of `num_tokens` tokens; None without any times."""
@@ -115,6 +122,13 @@ class StepTimes:
             del self._lately[size], self._seen_at[size]
             self._sizes.remove(size)
             self._seconds.pop(size, None)
+
+
+def max_likely(chance: float) -> int:
+    """Return after how many draft tokens another one is too improbable to be worth a look."""
+    if chance <= MIN_CHANCE:
+        return 1
+    return MAX_DRAFT_TOKENS if chance >= 1 else 1 + int(log(MIN_CHANCE) / log(chance))
 
 
 class PlannedDraft(NamedTuple):

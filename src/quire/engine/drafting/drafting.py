@@ -34,6 +34,7 @@ from quire.engine.drafting.draft_pace import (
     PlannedDraft,
     StepTimes,
     lengths,
+    max_likely,
     planned_drafts,
 )
 from quire.engine.drafting.plugin_drafter import History, PluginDrafters
@@ -80,7 +81,6 @@ REST_STEPS, MAX_REST_STEPS = 4, 16  # maximum steps of a rest, if look-ups take 
 MAX_REFUSED_STEPS = 32  # maximum steps of a rest after drafts that would not pay off
 NUM_SAMPLED = 8  # sequences that are looked at after such a rest
 LOOK_SHARE = 0.005  # share of the time of steps that failed look-ups may take
-MAX_LOOK_STEPS = 64  # a look-up that takes this share of more steps is refused like such drafts
 
 
 class Drafter(Protocol):
@@ -297,7 +297,7 @@ class Drafting:
             num = 1 + int(self._look_s / (LOOK_SHARE * step_s + 1e-9))
         self._max_rest = min(MAX_REST_STEPS, num)
         is_refused = bool(found) and all(not e.is_forced or e.is_forced[0] for e in found)
-        if not (is_refused or is_sample or num > MAX_LOOK_STEPS):
+        if not (is_refused or is_sample or num > MAX_REST_STEPS):
             self._num_refused = 0
             return
         self._num_refused += 1
@@ -338,7 +338,11 @@ class Drafting:
     def _propose(
         self, sequences: list[Sequence], num_running: int
     ) -> tuple[list[Proposal], list[Draft]]:
-        """Return the proposals, and the drafts that should pay off."""
+        """Return the proposals, and the drafts that should pay off. None are made until the time of
+        a plain step is known, once steps with drafts have a time."""
+        if self._verified.seconds(1) is not None and not self._times.is_known(num_running):
+            self._in_row = {}
+            return [], []
         found = self.proposals(sequences)
         self._in_row = {}
         if not found:
@@ -389,6 +393,8 @@ class Drafting:
     def _guided(self, sequence: Sequence, draft_state: DraftState | None, room: int) -> GuidedDraft:
         """Return the draft of a sequence with a grammar, of `room` tokens at most."""
         num_own = self._settings.num_tokens
+        if draft_state is not None:
+            num_own = min(num_own, max_likely(draft_state.chance.value))
 
         def propose(ahead: Seq[int]) -> list[int]:
             return self._looked_up(sequence, draft_state, min(num_own, room - len(ahead)), ahead)

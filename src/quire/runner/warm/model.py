@@ -22,6 +22,7 @@ from quire.runner.memory_plan import (
     host_tier_limits,
     plan_cpu_memory,
 )
+from quire.runner.steps import StepRunner
 from quire.runner.warm.array_ops import empty_arrays
 from quire.runner.warm.blocks import WarmBlocks
 from quire.runner.warm.conditions import (
@@ -104,9 +105,9 @@ class WarmModel:
             return self.runner.run(plan)
         if self._alternates:
             if self._is_plain(plan):
-                self._whole.runner.note(plan)
+                _note(plan, self._whole.runner)
                 return self.runner.run(plan)
-            self.runner.note(plan)
+            _note(plan, self.runner)
         return self._whole.run(plan, masks)
 
     def _is_plain(self, plan: Plan) -> bool:
@@ -200,6 +201,12 @@ class WarmModel:
         built.runner.rows.prompt_lens = self.runner.rows.prompt_lens
         built.runner.rows.forks = self.runner.rows.forks
         self._whole = built
+
+
+def _note(plan: Plan, other: StepRunner) -> None:
+    """Let a runner note the rows of a plan that the other one carries out, if any change."""
+    if plan.started or plan.forked or len(plan.released) or other.attachments:
+        other.note(plan)
 
 
 def start_warm(config: EngineConfig, source: ModelSource) -> WarmModel | None:
