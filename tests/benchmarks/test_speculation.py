@@ -93,7 +93,7 @@ def test_a_record_holds_the_proposals_of_all_steps() -> None:
     [record] = record_of(engine, [DraftRequest(prompt, params)])
     [answer] = engine.run([DraftRequest(prompt, params)]).answers
     drafter = drafter_of(engine)
-    assert not set(vars(drafter)) & {"proposals", "observe", "_decide_rest"}
+    assert not set(vars(drafter)) & {"proposals", "observe", "_decide_rests", "_rest"}
     engine.close()
     proposed, at = dict[int, list[int]](), 1
     while at < len(answer):

@@ -74,8 +74,9 @@ def record_of(engine: MeasuredEngine, requests: Sequence[DraftRequest]) -> list[
         return made
 
     # Without step times all drafts are taken, and without rests each step has a look-up.
-    replaced = {"proposals": noted, "observe": _do_nothing, "_decide_rest": _do_nothing}
-    drafter.__dict__.update(replaced, _max_rest=0)
+    replaced = dict.fromkeys(("observe", "_decide_rests", "_rest"), _do_nothing)
+    replaced["proposals"] = noted
+    drafter.__dict__.update(replaced)
     for request in requests:
         proposed.clear()
         [answer] = engine.run([request]).answers
