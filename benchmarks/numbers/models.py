@@ -1,5 +1,6 @@
 """Tables of models, formats and draft tokens."""
 
+from benchmarks.numbers.cpu import FIGURES, MEDIAN, engines
 from benchmarks.numbers.page import ZEN3, ZEN4, ZEN5, Page, Section, Table
 from benchmarks.result_files import FOLDER
 
@@ -89,6 +90,8 @@ MODELS = Page("models.md", "Models, formats and drafts", (
     *SPECULATION,
 ), "How exact each weight format is, and what draft tokens gain.")  # fmt: skip
 
+WITH_ADAPTER = {name: FIGURES[name] for name in ("ttft_s", "decode_rate", "prefill_rate")}
+
 TRAINING = Page("training.md", "Adapters and training", (
     Section(
         "Adapters",
@@ -113,6 +116,19 @@ TRAINING = Page("training.md", "Adapters and training", (
                     {"aim": 1.01}),
             )
         ),
+    ),
+    Section(
+        "One adapter, compared with other engines",
+        "Qwen3-0.6B's shape with one adapter of rank 16 in all linear layers: the first token of a"
+        " prompt of 128, decoding, and a prompt of 1,024; medians of alternating rounds with the"
+        " share of the base model's limit. vLLM computes in float32.",
+        "python -m benchmarks.cpu.adapters --rounds 2",
+        (
+            engines("cpu_adapters.json", WITH_ADAPTER, MEDIAN, ZEN3),
+            engines("cpu_adapters.json", WITH_ADAPTER, "{ratio:.2f} ({peer})", ZEN3,
+                engine=("quire bf16", "quire q4_0")),
+        ),
+        is_new=True,
     ),
     Section(
         "Loading an adapter while others stream",

@@ -78,6 +78,19 @@ SERVER = Page("server.md", "Server and start", (
             "share": "{share:.1%}", "data moved": "{moved_mb} MB"}),),
     ),
     Section(
+        "Sessions of agents, compared with other servers",
+        "Sessions of ten turns that run at the same time. Each turn resends the whole text so far"
+        " with 16 new tokens to generate. quire and llama.cpp read the same GGUF file (Q8_0 for the"
+        " 0.6B shape, F16 for the demo model); vLLM computes in float32. The job is all turns.",
+        "python -m benchmarks.server.agents",
+        (Table(ZEN3 + "agents.json", {
+            "model": "{model}", "sessions": "{sessions}", "server": "{engine}",
+            "job, s": "{seconds:.1f}", "first token of a turn, ms": "{first_token_ms.median:,.0f}",
+            "longest, ms": "{first_token_ms.most:,.0f}", "prompt tokens computed":
+            "{computed_tokens:,}"}),),
+        is_new=True,
+    ),
+    Section(
         "Grammars",
         "How much slower a step of 20 ms with 64 rows gets with a grammar for every row or for"
         " none. The aims: 5 % and 1 %.",

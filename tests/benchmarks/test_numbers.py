@@ -28,7 +28,9 @@ ROOT = Path(__file__).parents[2]
 RESULTS = read_all()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAX_LINES = 250
-OF_THE_EVALUATION = {"virtual-time/paper.json", "epyc-zen4-2/paper_real.json"}
+OF_THE_EVALUATION = {
+    "virtual-time/paper.json", "epyc-zen4-2/paper_real.json", "epyc-zen3-2/paper_measured.json",
+}  # fmt: skip
 TOY = Result(
     "toy", "abc1234", "2026-11-28", {"cpu": "x", "cores": 1}, {"limit_s": 0.5},
     [

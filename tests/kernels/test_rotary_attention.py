@@ -167,14 +167,20 @@ def test_a_gpu_with_fewer_stages_merges_fewer_heads_at_once(
     backend = backend_of(case, dtype, device, rotates_within=True, merges_last=True)
     cut = backend._cut.of_group(case.group_size, None, case.head_dim)
     merged = []
-    for num_stages in (3, 2):
-        backend._machine = replace(backend._machine, num_programs=1000, num_stages=num_stages)
+    for num_stages, is_hopper in ((3, False), (2, False), (3, True)):
+        backend._machine = replace(
+            backend._machine,
+            num_programs=1000,
+            num_stages=num_stages,
+            has_warp_groups=is_hopper,
+        )
         found = kernels._last_constants(cut, case.head_dim, True, backend._machine)
         merged.append(found["LAST_HEADS"])
         exact = softmax_rows(case, contents)
         out = run(backend, case, contents, turned).cpu().double()
         torch.testing.assert_close(out, exact, rtol=0, atol=TOLERANCE[dtype])
     assert merged[0] > merged[1] == kernels.MAX_MERGED_HEADS
+    assert merged[2] == merged[1 if case.group_size > 8 else 0], "large groups on Hopper"
 
 
 def test_rows_without_tokens_and_padding_store_nothing(device: torch.device) -> None:

@@ -73,7 +73,7 @@ def test_the_list_holds_all_that_steps_launch(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also with adapters of up to this rank; 0: without any."""
+    """Also with adapters of up to this rank, and steps that use none; 0: without any."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for place, name in (
         (sizes, "MIXED_TOKENS"), (sizes, "WARM_TOKENS"), (sizes, "WARM_TOKENS_OF_ALL"),
@@ -97,6 +97,7 @@ def test_the_list_holds_all_that_steps_launch(
             each.max_tokens = 3
         adapters = [adapter, None]
         llm.generate(["one two one two", "a"], params, use_tqdm=False, lora_request=adapters)
+        llm.generate(["two one"], params[:1], use_tqdm=False)
     assert "not compiled ahead" not in caplog.text and len(variants.ahead) > 40
     steps = {each for each in variants.launched if not str(each[0]).endswith(OTHERS)}
     assert sorted(map(str, steps - set(variants.ahead))) == []

@@ -163,11 +163,13 @@ def is_running(pid: int) -> bool:
 def wait_until(
     done: Callable[[], bool], what: str = "the condition holds", timeout_s: float = WAIT_S
 ) -> float:
-    """Poll until it is so; returns how long that took, in seconds."""
+    """Poll until it is so; returns how long that took, in seconds. Long waits poll more seldom: a
+    request for a server's metrics takes as much processor time as a step."""
     began = time.monotonic()
     while not done():
-        assert time.monotonic() - began < timeout_s, f"still waiting until {what}"
-        time.sleep(0.005)
+        waited_s = time.monotonic() - began
+        assert waited_s < timeout_s, f"still waiting until {what}"
+        time.sleep(min(0.02, 0.005 + waited_s / 50))
     return time.monotonic() - began
 
 

@@ -45,7 +45,7 @@ from quire.ops.kernels.launch import DTYPES, Config, kernel, overlaps, pdl_optio
 
 MAX_HEAD_DIM = 128  # sums of larger heads and both halves of their queries would spill registers
 MAX_ROWS = 16  # query heads of a KV head, for the same reason
-MAX_MERGED_HEADS = 4  # that GPUs with fewer stages merge at once, for the same reason
+MAX_MERGED_HEADS = 4  # at once, with fewer stages or large groups, for the same reason
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ def _constants(
 
 def _last_constants(cut: Cut, size: int, merges_last: bool, machine: Machine) -> dict[str, int]:
     found = last_constants(cut, size, merges_last)
-    if machine.num_stages < NUM_STAGES:
+    has_few_registers = machine.has_warp_groups and cut.group_size > 8
+    if machine.num_stages < NUM_STAGES or has_few_registers:
         found["LAST_HEADS"] = min(found["LAST_HEADS"], MAX_MERGED_HEADS)
     return found
 
