@@ -226,6 +226,7 @@ def test_failed_look_ups_are_rare_where_they_take_long(monkeypatch: pytest.Monke
         for _ in range(40):
             made.draftable(table, rows)
             made.propose([], 1)
+            made._num_steps += 100  # the rest is over
         assert abs(made._plain_rests.max_steps - steps) <= 1, step_s
 
 
