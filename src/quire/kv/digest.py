@@ -7,9 +7,8 @@ A mark is a token index and 32 bytes. The bytes identify what token ids cannot, 
 that placeholder tokens stand for. A mark holds from its index on. A block includes the marks at its
 own tokens, in order. Each is encoded as its index in the block (int32), followed by the 32 bytes.
 
-The prompt of a long conversation has thousands of blocks, most of them known from its last turn.
-`KnownRuns` remembers digests in runs. So of a known prompt without marks, only the blocks after the
-last whole run are hashed.
+Most blocks of a long conversation are known from its last turn. `KnownRuns` remembers runs of them.
+So for prompts without marks, only the blocks after the last whole known run are hashed.
 
 H is a `BlockHash`, SHA-256 by default. The fingerprint covers H's name and everything besides the
 tokens that determines a block's bytes (engine/connectors/identity.py). So processes with the same
@@ -142,18 +141,13 @@ class KnownRuns:
         if run is None:
             run = list[bytes]()
             extend_digests(run, parent, tokens, block_size, RUN_BLOCKS, self._block_hash)
-            self._num_bytes_left -= _num_bytes(name)
+            self._num_bytes_left -= len(name[1]) + RUN_BLOCKS * DIGEST_BYTES
         digests += run
         self._runs[name] = run
         while self._num_bytes_left < 0:
             oldest = next(iter(self._runs))
             del self._runs[oldest]
-            self._num_bytes_left += _num_bytes(oldest)
-
-
-def _num_bytes(name: tuple[bytes, bytes]) -> int:
-    """Return the memory of a run with this name."""
-    return len(name[1]) + RUN_BLOCKS * DIGEST_BYTES
+            self._num_bytes_left += len(oldest[1]) + RUN_BLOCKS * DIGEST_BYTES
 
 
 def _next_digest(parent: bytes, data: bytes, block_hash: BlockHash) -> bytes:
