@@ -74,8 +74,8 @@ def record_of(engine: MeasuredEngine, requests: Sequence[DraftRequest]) -> list[
         return made
 
     # Without step times all drafts are taken, and without rests each step has a look-up.
-    replaced = dict.fromkeys(("observe", "_decide_rests", "_rest"), _do_nothing)
-    replaced["proposals"] = noted
+    replaced: dict[str, Any] = {"proposals": noted}
+    replaced |= dict.fromkeys(("observe", "_decide_rests", "_rest"), _do_nothing)
     drafter.__dict__.update(replaced)
     for request in requests:
         proposed.clear()

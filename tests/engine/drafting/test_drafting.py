@@ -4,6 +4,7 @@ state."""
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -252,7 +253,7 @@ def test_steps_without_drafts_run_on_arrays(
     monkeypatch.setattr(
         ModelRunner, "launch", lambda *given: launched.append("any") or any_step(*given)
     )
-    own = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    own: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     params = [
         SamplingParams(**own), SamplingParams(**own, allowed_token_ids=[40]), SamplingParams(**own)
     ]  # fmt: skip

@@ -371,8 +371,8 @@ class Drafting:
             self.holds_back = gained / max(seconds, 1e-9) > num_running / max(plainly, 1e-9)
 
     def _lengths(self, found: list[Proposal], num_running: int) -> list[int]:
-        """Return how many tokens of each proposal should pay off. Those of a sample are judged as
-        if the other rows had the same."""
+        """Return how many tokens of each proposal should pay off. A sample is judged as if the
+        other rows had the same proposals."""
         others = [each for each in found if not each.is_guided] * (self._num_each - 1)
         judged = found + others
         if not judged:

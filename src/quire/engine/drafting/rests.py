@@ -46,21 +46,21 @@ class Rests:
     is_sampled: bool = False
 
     def end(self, step: int, *, is_sample: bool) -> None:
-        """Rest no longer, since drafts pay off. is_sample: for a sample of the rows; then it is
+        """Take no rest, since drafts pay off. is_sample: for a sample of the rows; then it is
         open whether they do so for all."""
         self.until, self.num_misses, self.is_sampled = step + 1, 0, False
         if not is_sample:
             self.num_refused = 0
 
     def miss(self, step: int, *, is_sample: bool) -> None:
-        """Rest after a look-up that found nothing."""
+        """Set the rest after a look-up that found nothing."""
         if not is_sample:
             self.num_refused, self.is_sampled = 0, False
         self._rest(step)
 
     def refuse(self, step: int) -> int:
-        """Rest after drafts that would not pay off, or a look-up that took very long. Return the
-        steps until the next one."""
+        """Set the rest after drafts that would not pay off, or after a slow look-up. Return its
+        steps."""
         self.num_refused += 1
         self.is_sampled = True
         self._rest(step)
