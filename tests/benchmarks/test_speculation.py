@@ -9,10 +9,14 @@ from statistics import NormalDist, median
 import pytest
 
 from benchmarks.models import speculation
-from benchmarks.models.drafts.record import REPLAYED, Record, Replayed
+from benchmarks.models.drafts.engines import MeasuredEngine
+from benchmarks.models.drafts.record import REPLAYED, Record, Replayed, drafter_of, record_of
 from benchmarks.models.drafts.replay import Replay
+from benchmarks.models.drafts.workloads import DraftRequest
 from benchmarks.models.speculation import MIN_PAIRS, WORKLOADS, interval, measure_demo, verdict
+from quire import SamplingParams
 from quire.engine.drafting.draft_pace import StepTimes
+from quire.render.renderer import RenderedPrompt
 
 RIGHT = [10, 11, 12, 13, 14, 15]
 
@@ -68,6 +72,38 @@ def test_cells_share_the_time_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_record_holds_what_was_proposed_and_how_much_of_it_was_right() -> None:
     record = Record.of([*RIGHT, 16], {0: RIGHT[:3], 3: [13, 99, 98], 6: [1, 2]})
     assert record.places == [(3, 3), (2, 2), (1, 1), (3, 1), (2, 0), (0, 0), (1, 0)]
+
+
+def looked_up(tokens: list[int], num: int) -> list[int]:
+    """Return what followed the newest earlier match of the last two tokens."""
+    for end in range(len(tokens) - 1, 1, -1):
+        if tokens[end - 2 : end] == tokens[-2:]:
+            return list(itertools.islice(itertools.cycle(tokens[end:]), num))
+    return []
+
+
+def test_a_record_holds_the_proposals_of_all_steps() -> None:
+    """Also of those that would lie in a rest, by a plain search of the earlier text."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=80, ignore_eos=True)
+    prompt = RenderedPrompt(list(range(20, 30)))
+    config = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
+    engine = MeasuredEngine.build(
+        config, model="demo", max_model_len=128, max_num_seqs=1, kv_cache_memory_bytes=8 << 20
+    )
+    [record] = record_of(engine, [DraftRequest(prompt, params)])
+    [answer] = engine.run([DraftRequest(prompt, params)]).answers
+    drafter = drafter_of(engine)
+    assert not set(vars(drafter)) & {"proposals", "observe", "_decide_rests", "_rest"}
+    engine.close()
+    proposed, at = dict[int, list[int]](), 1
+    while at < len(answer):
+        num = min(4, len(answer) - at - 1)
+        proposed[at] = looked_up(prompt.token_ids + answer[:at], num)
+        pairs = zip(proposed[at], answer[at:], strict=False)
+        at += 1 + len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    assert record == Record.of(answer, proposed)
+    num_found = sum(map(bool, proposed.values()))
+    assert 10 < num_found < 60, "there are misses, and matches after them"
 
 
 def test_a_replay_proposes_as_the_record_says() -> None:

@@ -14,7 +14,7 @@ from benchmarks.numbers.page import lines_of
 from benchmarks.numbers.server import SERVER
 from benchmarks.result_files import read, write
 from benchmarks.server import turn_parts, turns
-from benchmarks.server.turn_parts import PARTS, body_of, turn_of
+from benchmarks.server.turn_parts import BLOCK_SIZE, PARTS, body_of, turn_of
 from benchmarks.server.turns import StepTimes, Turn, read_bandwidth, row_of
 from quire.tools.http_client import HttpClient, HttpError
 
@@ -28,7 +28,12 @@ def test_every_part_of_a_known_conversation_is_measured() -> None:
     assert {part: len(each) for part, each in times.parts.items()} == dict.fromkeys(PARTS, 2)
     assert times.medians().keys() == set(PARTS)
     num_prompt, num_cached = sizes["prompt_tokens"], sizes["cached_tokens"]
-    assert 900 < num_cached < num_prompt < num_cached + 120, "only the new message is computed"
+    text = turn_parts.text_of("demo")
+    *_, messages = turn_parts.turns_of(text, 1200, 60, 3)
+    assert text.tokenizer is not None
+    num_new = len(text.tokenizer.encode(messages[-1]["content"], False))
+    limit = num_cached + num_new + 2 * BLOCK_SIZE
+    assert 900 < num_cached < num_prompt < limit, "only the new message is computed"
 
 
 def test_a_turn_resends_the_conversation() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from sys import getsizeof
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.kv.digest import (
+    DIGEST_BYTES,
     RUN_BLOCKS,
     BlockHash,
     HasDigest,
@@ -198,9 +200,28 @@ def test_digests_of_runs_are_those_of_blocks(steps: tuple[int, ...]) -> None:
     assert from_runs(runs, prompt, other, *steps) == chain(prompt, other)
 
 
+def bytes_of_run(block_size: int) -> int:
+    return RUN_BLOCKS * (4 * block_size + DIGEST_BYTES)
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_the_memory_of_runs_is_bounded_for_blocks_of_any_size(size: int) -> None:
+    """The bound holds for the objects as Python counts them, up to a tenth."""
+    bound = 10 * bytes_of_run(size)
+    runs, tokens = KnownRuns(max_bytes=bound), np.arange(40 * RUN_BLOCKS * size, dtype=np.int32)
+    for _ in range(2):
+        runs.extend([], b"root", tokens, size, len(tokens) // size)
+        assert len(runs) == 10
+    held = sum(
+        getsizeof(tokens) + getsizeof(digests) + sum(map(getsizeof, digests))
+        for (_, tokens), digests in runs._runs.items()
+    )
+    assert bound / 2 < held < 1.1 * bound
+
+
 def test_least_recently_used_runs_are_dropped() -> None:
     count, root = CountingHash(), root_digest(b"m")
-    runs = KnownRuns(count, max_tokens=2 * RUN)
+    runs = KnownRuns(count, max_bytes=2 * bytes_of_run(SIZE))
     one, two, three = ([first, *range(RUN - 1)] for first in (1, 2, 3))
     for prompt in (one, two, one, three):
         from_runs(runs, prompt, root)

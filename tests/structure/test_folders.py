@@ -30,9 +30,9 @@ BUDGETS = {
     "engine/attachments": 2130,
     "engine/client": 2400,
     "engine/connectors": 2150,
-    "engine/drafting": 1660,
+    "engine/drafting": 1770,
     "engine/executors": 640,
-    "engine/grammars": 850,
+    "engine/grammars": 860,
     "engine/loop": 1170,
     "engine/observability": 1820,
     "engine/ranks": 3600,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 906, 132_170
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 907, 132_300
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

@@ -1,8 +1,8 @@
 """Records of a drafter's proposals, place by place, and their replay for another model's answers.
 
 A record comes from requests that the demo model answers one at a time. It holds what the drafter
-proposes before the engine chooses how many draft tokens pay off. Inside an accepted draft, the rest
-of that draft counts as proposed.
+proposes before the engine chooses how many draft tokens pay off. Meanwhile the drafter never rests.
+Inside an accepted draft, the rest of that draft counts as proposed.
 """
 
 from collections.abc import Sequence
@@ -73,12 +73,16 @@ def record_of(engine: MeasuredEngine, requests: Sequence[DraftRequest]) -> list[
             proposed.setdefault(each.sequence.num_output_tokens, each.draft_ids)
         return made
 
-    drafter.proposals = noted
+    # Without step times all drafts are taken, and without rests each step has a look-up.
+    replaced: dict[str, Any] = {"proposals": noted}
+    replaced |= dict.fromkeys(("observe", "_decide_rests", "_rest"), _do_nothing)
+    drafter.__dict__.update(replaced)
     for request in requests:
         proposed.clear()
         [answer] = engine.run([request]).answers
         found.append(Record.of(answer, proposed))
-    drafter.proposals = proposals
+    for name in replaced:
+        delattr(drafter, name)  # those of its class remain
     return found
 
 
@@ -90,6 +94,10 @@ def drafter_of(engine: MeasuredEngine) -> Any:
         if isinstance(each, DraftingAttachment) and isinstance(each.drafter, Drafting):
             return each.drafter
     raise ValueError("this engine has no drafter on the host; set another method")
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 def _num_common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -7,8 +7,8 @@ A mark is a token index and 32 bytes. The bytes identify what token ids cannot, 
 that placeholder tokens stand for. A mark holds from its index on. A block includes the marks at its
 own tokens, in order. Each is encoded as its index in the block (int32), followed by the 32 bytes.
 
-The prompt of a long conversation has thousands of blocks, most of them known from its last turn.
-`KnownRuns` remembers their digests, so that only new blocks are hashed.
+Most blocks of a long conversation are known from its last turn. `KnownRuns` remembers runs of them.
+So for prompts without marks, only the blocks after the last whole known run are hashed.
 
 H is a `BlockHash`, SHA-256 by default. The fingerprint covers H's name and everything besides the
 tokens that determines a block's bytes (engine/connectors/identity.py). So processes with the same
@@ -35,7 +35,8 @@ class HasDigest(Protocol):
 BlockHash = Callable[[bytes], HasDigest]
 LITTLE_INT32 = np.dtype("<i4")
 RUN_BLOCKS = 64
-MAX_RUN_TOKENS = 1 << 21  # tokens of all remembered runs; they take about 10 bytes each
+MAX_RUN_BYTES = 20 << 20  # of all remembered runs: 2.2 million tokens in blocks of 16 tokens
+DIGEST_BYTES = 88  # of a remembered digest: a bytes object, and its place in a list
 Mark = tuple[int, bytes]  # token index, and 32 bytes that identify the tokens from there on
 
 
@@ -98,13 +99,13 @@ class KnownRuns:
     """Digests of runs of RUN_BLOCKS blocks without marks, least recently used first.
 
     A run is named by the digest before it and its tokens, so equal names have equal digests.
-    block_hash: hash function of all runs. max_tokens: maximum number of tokens of all runs.
+    block_hash: hash function of all runs. max_bytes: maximum memory of all runs.
     """
 
     def __init__(
-        self, block_hash: BlockHash = hashlib.sha256, max_tokens: int = MAX_RUN_TOKENS
+        self, block_hash: BlockHash = hashlib.sha256, max_bytes: int = MAX_RUN_BYTES
     ) -> None:
-        self._block_hash, self._num_tokens_left = block_hash, max_tokens
+        self._block_hash, self._num_bytes_left = block_hash, max_bytes
         self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}
 
     def __len__(self) -> int:
@@ -129,10 +130,6 @@ class KnownRuns:
             for end in range(first + RUN_BLOCKS, num_blocks + 1, RUN_BLOCKS):
                 tokens = token_ids[(end - RUN_BLOCKS) * size : end * size]
                 self._extend_by_run(digests, digests[-1] if digests else root, tokens, size)
-            while self._num_tokens_left < 0:
-                oldest = next(iter(self._runs))
-                del self._runs[oldest]
-                self._num_tokens_left += len(oldest[1]) // 4
         extend_digests(digests, root, token_ids, size, num_blocks, block_hash, marks)
 
     def _extend_by_run(
@@ -144,9 +141,13 @@ class KnownRuns:
         if run is None:
             run = list[bytes]()
             extend_digests(run, parent, tokens, block_size, RUN_BLOCKS, self._block_hash)
-            self._num_tokens_left -= len(tokens)
+            self._num_bytes_left -= len(name[1]) + RUN_BLOCKS * DIGEST_BYTES
         digests += run
         self._runs[name] = run
+        while self._num_bytes_left < 0:
+            oldest = next(iter(self._runs))
+            del self._runs[oldest]
+            self._num_bytes_left += len(oldest[1]) + RUN_BLOCKS * DIGEST_BYTES
 
 
 def _next_digest(parent: bytes, data: bytes, block_hash: BlockHash) -> bytes:

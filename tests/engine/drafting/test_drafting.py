@@ -4,6 +4,7 @@ state."""
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -17,9 +18,10 @@ from quire.base.settings.speculation import Speculation
 from quire.engine.drafting import drafting
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.rests import MAX_REST_STEPS
 from quire.runner.model_runner import ModelRunner
 from quire.runner.warm.warm_runner import WarmRunner
-from quire.scheduler.core.sequence import Sequence
+from quire.scheduler.core.sequence import RowTable, Sequence
 from tests.support.engine.attachments import drafter_of
 
 
@@ -218,14 +220,15 @@ def test_failed_look_ups_are_rare_where_they_take_long(monkeypatch: pytest.Monke
         return now_s[0]
 
     monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=passed))
-    table = np.zeros(4, np.int64)
-    for step_s, steps in ((1.0, 1), (0.1, 2), (0.02, 11), (0.001, drafting.MAX_REST_STEPS)):
+    table, rows = RowTable(4, 8), np.arange(4)
+    for step_s, steps in ((1.0, 1), (0.1, 2), (0.02, 11), (0.001, MAX_REST_STEPS)):
         made = Drafting(Speculation("suffix", 4), Mock(num_followed=0), 4)
         monkeypatch.setattr(made._times, "seconds", lambda _, step_s=step_s: step_s)
         for _ in range(40):
-            made.draftable(Mock(), table)
+            made.draftable(table, rows)
             made.propose([], 1)
-        assert abs(made._max_rest - steps) <= 1, step_s
+            made._num_steps += 100  # the rest is over
+        assert abs(made._plain_rests.max_steps - steps) <= 1, step_s
 
 
 def test_a_plain_step_is_measured_before_drafts_are_weighed() -> None:
@@ -234,7 +237,7 @@ def test_a_plain_step_is_measured_before_drafts_are_weighed() -> None:
     made._verified.seconds = lambda _: 1.0  # type: ignore[method-assign]
     sequence = Mock(limit=40, num_known_tokens=8, num_prompt_tokens=8)
     sequence.known_tokens = np.arange(8, dtype=np.int32)
-    assert made._propose([sequence], 1) == ([], [])
+    assert made.propose([sequence], 1) == []
     assert not made._of, "no sequence was looked at"
 
 
@@ -250,7 +253,7 @@ def test_steps_without_drafts_run_on_arrays(
     monkeypatch.setattr(
         ModelRunner, "launch", lambda *given: launched.append("any") or any_step(*given)
     )
-    own = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    own: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     params = [
         SamplingParams(**own), SamplingParams(**own, allowed_token_ids=[40]), SamplingParams(**own)
     ]  # fmt: skip

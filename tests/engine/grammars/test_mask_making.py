@@ -14,7 +14,7 @@ from quire.engine.attachments.recorder import Recorder
 from quire.engine.grammars import compiler as grammar_compiler
 from quire.engine.grammars.compiler import Compiler
 from quire.engine.grammars.mask_making import MaskMaker
-from quire.engine.grammars.matchers import DraftLimits, Guided, MaskRequest
+from quire.engine.grammars.matchers import DraftLimits, Follower, Guided, MaskRequest
 from quire.engine.recording.files import read_recording
 from quire.scheduler.core.sequence import Sequence
 from quire.tools.replay import replay_all
@@ -78,6 +78,35 @@ def test_each_position_is_behind_its_guess(grammar: str) -> None:
         if END in known or END in behind(grammar, known) or len(known) > 15:
             return
         known.append(choose.choice(behind(grammar, known)))
+
+
+LIMITED = 'item*\nitem: "ab" aa "true" /[0-9]/\naa[max_tokens=3]: /[cde]+/'
+STOPPED = 'item*\nitem: "ab" aa /[0-9]/\naa[stop="true"]: /[a-e]+/'
+
+
+@pytest.mark.parametrize("start", [LIMITED, STOPPED])
+def test_drafts_of_grammars_that_cannot_roll_back_start_no_matcher_afresh(
+    start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first draft shows that they cannot. Later steps only take the new tokens."""
+    maker, grammar, made = Maker(), lark(start), list[Follower]()
+    guided, text = maker.guided(grammar), ids_of("abcdtrue7" * 12)
+    fresh = Guided._fresh
+
+    def counted(guided: Guided) -> Follower:
+        made.append(fresh(guided))
+        return made[-1]
+
+    monkeypatch.setattr(Guided, "_fresh", counted)
+    for num in range(len(text) - 8):
+        known = np.array(text[:num], np.int32)
+        requested = MaskRequest(3, guided, 0, known)
+        draft = maker.masks.draft(
+            requested, lambda ahead, num=num: text[num + len(ahead) :], DraftLimits(8, 8)
+        )
+        assert draft.token_ids == text[num : num + 8]
+        assert maker.made(guided, text[:num], [])[0] == behind(grammar, text[:num])
+    assert len(made) == 2 and not guided.rolls_back
 
 
 def test_nothing_is_allowed_behind_a_guess_that_cannot_stand() -> None:

@@ -53,7 +53,10 @@ class DeviceDrafting(Drafting):
         if self._has_new:
             self._forget_ended()
         drafts = self._choose(found, num_running)
-        self._rest_all(has_drafts=bool(drafts) or self._has_others)
+        if self._looks[0]:
+            has_drafts = drafts or self._has_others
+            rest = self._plain_rests.end if has_drafts else self._plain_rests.miss
+            rest(self._num_steps, is_sample=False)
         return drafts
 
     def _choose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:

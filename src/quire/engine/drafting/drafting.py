@@ -12,9 +12,9 @@ draft. Where they reach the end of the sequence, the sequence repeats itself, an
 There is no index: one call searches all sequences of a step.
 
 Looking up costs time, too. Where nothing is found, look-ups become rarer, as far as their measured
-time requires. Where drafts are found but do not pay off, the whole drafter rests for longer. Then a
-few sequences are looked at, and all again once drafts pay off for these. The tokens of a sequence
-that ends meanwhile are not remembered for others.
+time requires. Where drafts are found but do not pay off, the rows rest for longer (rests.py). Then
+a few rows without grammars are looked at, and judged as if each stood for many. Once drafts pay off
+so, all rows are looked at again. Meanwhile only answers of these few are remembered for others.
 """
 
 import time
@@ -38,6 +38,14 @@ from quire.engine.drafting.draft_pace import (
     planned_drafts,
 )
 from quire.engine.drafting.plugin_drafter import History, PluginDrafters
+from quire.engine.drafting.rests import (
+    MAX_REST_STEPS,
+    NUM_SAMPLED,
+    REST_STEPS,
+    Rests,
+    rest_after,
+    steps_for,
+)
 from quire.engine.drafting.suffixes import Answers, SuffixDrafter
 from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.matchers import DraftLimits, GuidedDraft
@@ -74,13 +82,6 @@ def repeated(tokens: npt.NDArray[np.int32], place: int, num: int) -> list[int]:
     while len(followed) < num:
         followed += followed[: num - len(followed)]
     return followed
-
-
-PATIENCE = 4  # failed look-ups in a row, before a rest gets longer than a step
-REST_STEPS, MAX_REST_STEPS = 4, 16  # maximum steps of a rest, if look-ups take little or much time
-MAX_REFUSED_STEPS = 32  # maximum steps of a rest after drafts that would not pay off
-NUM_SAMPLED = 8  # sequences that are looked at after such a rest
-LOOK_SHARE = 0.005  # share of the time of steps that failed look-ups may take
 
 
 class Drafter(Protocol):
@@ -132,11 +133,6 @@ class Drafter(Protocol):
         ...
 
 
-def rest_after(num_misses: int, max_steps: int) -> int:
-    """Return in how many steps to look again, after `num_misses` failed look-ups in a row."""
-    return min(max_steps, 1 << min(10, max(0, num_misses - PATIENCE)))
-
-
 @dataclass(slots=True)
 class DraftState:
     """Drafting state of one sequence."""
@@ -182,6 +178,11 @@ class Proposal(NamedTuple):
     is_forced: Seq[bool] = ()  # for each, if the sequence has a grammar
 
     @property
+    def is_guided(self) -> bool:
+        """Whether the sequence has a grammar."""
+        return bool(self.sequence.request.grammar)
+
+    @property
     def chances(self) -> float | list[float]:
         """The acceptance probability of all draft tokens, or of each."""
         if not self.is_forced:
@@ -193,9 +194,8 @@ class Drafting:
     """Drafter on the host for all sequences of an engine. grammars: of the requests. plugin: maker
     of a plug-in's drafters, if the method is a plug-in.
 
-    A sequence that has had no draft tokens for a while rests for some steps, to save look-ups. If
-    no sequence has had draft tokens, the whole drafter rests, except for grammars. If all drafts
-    were refused because they would not pay off, it rests altogether (`_decide_rest`).
+    A sequence that has had no draft tokens for a while rests for some steps, to save look-ups. All
+    rows with a grammar, and all others, also rest together (`_decide_rests`).
 
     A draft follows the last token, which must be known, so no other plan may be in flight. Where
     several plans are in flight, as on a GPU, each result decides whether the next plan waits for
@@ -215,15 +215,16 @@ class Drafting:
         runs = speculation.shortest_run, speculation.longest_run
         self._ngrams = NGrams(*runs) if is_ngram else None
         self._answers = Answers(speculation.suffixes.num_answers if is_suffix else 0)
-        self._num_steps = self._num_misses = 0  # steps planned; steps in a row without draft tokens
-        self._rests = 0  # step before which the drafter rests
+        self._num_steps = 0  # steps planned
+        # Of rows without a grammar, and with one. Forced tokens are looked for at each step, unless
+        # that is known to take long.
+        self._plain_rests, self._guided_rests = Rests(REST_STEPS), Rests(1)
+        self._looks = False, False  # which kinds of rows the last look-up was for
+        self._num_each = 1  # rows that each one of the sample then stood for
         self._rests_until = np.zeros(num_rows, np.int64)  # [R] step before which a row rests
         self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
-        self._num_refused = 0  # times in a row that no draft would have paid off
-        self._refused_until = 0  # step before which nothing is proposed at all
-        self._refused_at = -1  # the last step for which that was decided
+        self._looked_at = -1  # the last step before which look-ups took place
         self._looked_s = self._look_s = 0.0  # when the last look-up began; seconds of a failed one
-        self._max_rest = REST_STEPS  # maximum steps of a rest after failed look-ups
         self.holds_back = False
         self._is_alone = True  # no other plan was in flight with the last one
         self._began_s = self._taken_s = 0.0
@@ -246,66 +247,100 @@ class Drafting:
     @property
     def is_idle(self) -> bool:
         """Whether there is no sequence to draft for, or the drafter rests."""
-        if self._num_steps < self._refused_until:
-            return True
-        if self._grammars.num_followed:
+        if not self._only_forced and self._num_steps >= self._plain_rests.until:
             return False
-        return self._only_forced or self._num_steps < self._rests
+        return not self._grammars.num_followed or self._num_steps < self._guided_rests.until
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
-        self._looked_s = time.perf_counter()
-        rows = rows[self._rests_until[rows] <= self._num_steps]
+        self._looked_s, is_guided = time.perf_counter(), table.is_masked[rows]
+        plain = rows[:0] if self._only_forced else self._ready(rows[~is_guided], self._plain_rests)
+        guided = self._ready(rows[is_guided], self._guided_rests)
+        self._looks = len(plain) > 0, len(guided) > 0
+        rows = np.concatenate((guided, self._sample(plain)))
         if self._ngrams is None or len(rows) == 0:
             return rows
         self._places[rows] = self._ngrams.places(table, rows)
         return rows[(self._places[rows] >= 0) | table.is_masked[rows]]
+
+    def _ready(self, rows: Int64, rests: Rests) -> Int64:
+        """Return the rows of a kind that do not rest. If all do, the kind rests as long."""
+        if len(rows) == 0 or self._num_steps < rests.until:
+            return rows[:0]
+        until = self._rests_until[rows]
+        rests.until = max(rests.until, int(until.min()))
+        return rows[until <= self._num_steps]
+
+    def _sample(self, rows: Int64) -> Int64:
+        """Return some of the rows without a grammar, if only a sample is due; others each time."""
+        is_sample = self._plain_rests.is_sampled and not self.drafts_on_device
+        self._num_each = len(rows) // NUM_SAMPLED if is_sample else 1
+        if self._num_each < 2:
+            return rows
+        first = self._num_steps % (len(rows) - NUM_SAMPLED + 1)
+        return rows[first : first + NUM_SAMPLED]
 
     def follow(self) -> None:
         self._is_alone = False
 
     def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         self._began_s, self._is_alone = time.perf_counter(), True
+        self._looked_at = self._num_steps + 1
         if self._has_new:
             self._forget_ended()
-        is_sample = self._num_refused > 0 and len(sequences) > NUM_SAMPLED
-        if is_sample:
-            first = self._num_steps % (len(sequences) - NUM_SAMPLED + 1)
-            sequences = sequences[first : first + NUM_SAMPLED]
-        found, drafts = self._propose(sequences, num_running)
+            self._looked_s += time.perf_counter() - self._began_s
+        self._in_row = {}
+        if self._verified.seconds(1) is not None and not self._times.is_known(num_running):
+            self.holds_back = False
+            return []  # measure a plain step first
+        found = self.proposals(sequences)
+        nums = self._lengths(found, num_running)
+        drafts = self._drafts(found, nums)
         self.holds_back = bool(drafts)
-        if drafts:
-            self._num_refused = 0
-        else:
+        is_slow = False
+        if not drafts:
             self._began_s = time.perf_counter()  # a step without drafts is timed without look-ups
-            self._decide_rest(found, num_running, is_sample=is_sample)
-        self._rest_all(has_drafts=self.holds_back)
+            is_slow = self._observe_look(num_running)
+        self._decide_rests(found, nums, is_slow)
         return drafts
 
-    def _rest_all(self, has_drafts: bool) -> None:
-        """Let the drafter rest, for longer with each step in a row without success
-        (`has_drafts`)."""
-        self._num_misses = 0 if has_drafts else self._num_misses + 1
-        self._rests = self._num_steps + rest_after(self._num_misses, self._max_rest)
-
-    def _decide_rest(self, found: list[Proposal], num_running: int, *, is_sample: bool) -> None:
-        """Choose how rare look-ups become after one without drafts, by its time. found: refused
-        proposals. A grammar's proposals do not count, since it may soon force tokens."""
+    def _observe_look(self, num_running: int) -> bool:
+        """Choose how rare failed look-ups become, by the time of the last one. Return whether they
+        would have to be too rare."""
+        if not any(self._looks):
+            return False
         if not self._has_new:  # else most of the time was that of its prompt
             self._look_s += (self._began_s - self._looked_s - self._look_s) / 4
-        num, step_s = REST_STEPS, self._times.seconds(num_running)
-        if step_s is not None:
-            num = 1 + int(self._look_s / (LOOK_SHARE * step_s + 1e-9))
-        self._max_rest = min(MAX_REST_STEPS, num)
-        is_refused = bool(found) and all(not e.is_forced or e.is_forced[0] for e in found)
-        if not (is_refused or is_sample or num > MAX_REST_STEPS):
-            self._num_refused = 0
-            return
-        self._num_refused += 1
-        steps = min(MAX_REFUSED_STEPS, 1 << min(10, self._num_refused))
-        self._refused_at, self._refused_until = self._num_steps + 1, self._num_steps + steps
-        for each in found:
+        step_s = self._times.seconds(num_running)
+        if step_s is None:
+            return False
+        num = steps_for(self._look_s, step_s)
+        self._plain_rests.max_steps = self._guided_rests.max_steps = min(MAX_REST_STEPS, num)
+        return num > MAX_REST_STEPS
+
+    def _decide_rests(self, found: list[Proposal], nums: Seq[int], is_slow: bool) -> None:
+        """Let each kind of rows rest as its proposals require. nums: accepted lengths of `found`.
+        is_slow: whether the look-up took too long. A refused draft under a grammar counts if it
+        begins with a forced token; otherwise the grammar may soon force some."""
+        step = self._num_steps
+        for is_guided, rests in ((False, self._plain_rests), (True, self._guided_rests)):
+            if not self._looks[is_guided]:
+                continue
+            is_sample = not is_guided and self._num_each > 1
+            own = [i for i, each in enumerate(found) if each.is_guided == is_guided]
+            if any(nums[i] for i in own):
+                rests.end(step, is_sample=is_sample)
+            elif is_slow or own and all(found[i].is_forced[:1] != [False] for i in own):
+                is_slow = False  # if the rows with a grammar are slow, the next look-up shows it
+                self._hope(rests.refuse(step), [found[i] for i in own])
+            else:
+                rests.miss(step, is_sample=is_sample)
+
+    def _hope(self, num_steps: int, refused: list[Proposal]) -> None:
+        """Raise the acceptance estimates of refused proposals and of new sequences."""
+        self._of_all.hope(num_steps)
+        for each in refused:
             if each.draft_state is not None:
-                each.draft_state.chance.hope(steps)
+                each.draft_state.chance.hope(num_steps)
 
     def decide_wait(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         """See `Drafter`. Compare the token rate expected with drafts to the rate of overlapping
@@ -335,23 +370,25 @@ class Drafting:
         else:
             self.holds_back = gained / max(seconds, 1e-9) > num_running / max(plainly, 1e-9)
 
-    def _propose(
-        self, sequences: list[Sequence], num_running: int
-    ) -> tuple[list[Proposal], list[Draft]]:
-        """Return the proposals, and the drafts that should pay off. None are made until the time of
-        a plain step is known, once steps with drafts have a time."""
-        if self._verified.seconds(1) is not None and not self._times.is_known(num_running):
-            self._in_row = {}
-            return [], []
-        found = self.proposals(sequences)
-        self._in_row = {}
-        if not found:
-            return [], []
-        sizes, chances = [len(each.draft_ids) for each in found], [each.chances for each in found]
-        drafts = []
+    def _lengths(self, found: list[Proposal], num_running: int) -> list[int]:
+        """Return how many tokens of each proposal should pay off. A sample is judged as if the
+        other rows had the same proposals."""
+        others = [each for each in found if not each.is_guided] * (self._num_each - 1)
+        judged = found + others
+        if not judged:
+            return []
         nums = lengths(
-            sizes, chances, num_running - len(found), self._times, verified=self._verified
+            [len(each.draft_ids) for each in judged],
+            [each.chances for each in judged],
+            num_running - len(judged),
+            self._times,
+            verified=self._verified,
         )
+        return nums[: len(found)]
+
+    def _drafts(self, found: list[Proposal], nums: Seq[int]) -> list[Draft]:
+        """Return drafts of these lengths, and let the sequences of all others rest."""
+        drafts = []
         for each, num in zip(found, nums, strict=True):
             sequence, draft_state = each.sequence, each.draft_state
             if num == 0:
@@ -363,7 +400,7 @@ class Drafting:
                 self._in_row[sequence.row] = draft_state
             name, known = sequence.request.request_id, sequence.num_known_tokens
             drafts.append(Draft(name, sequence.index, known, each.draft_ids[:num]))
-        return found, drafts
+        return drafts
 
     def proposals(self, sequences: list[Sequence], num_pending: int = 0) -> list[Proposal]:
         """Propose draft tokens for each sequence that has some. num_pending: pending tokens, which
@@ -421,10 +458,9 @@ class Drafting:
         return repeated(sequence.known_tokens, place, num) if place >= 0 else []
 
     def _rest(self, sequence: Sequence, draft_state: DraftState) -> None:
-        """Let a sequence without draft tokens rest, unless a grammar may soon force some."""
-        num_steps = draft_state.rest(self._max_rest)
-        if not sequence.request.grammar:
-            self._rests_until[sequence.row] = self._num_steps + num_steps
+        """Let a sequence without draft tokens rest."""
+        rests = self._guided_rests if sequence.request.grammar else self._plain_rests
+        self._rests_until[sequence.row] = self._num_steps + draft_state.rest(rests.max_steps)
 
     def planned(self, plan: Plan) -> None:
         self._num_steps += 1
@@ -437,7 +473,7 @@ class Drafting:
         since the previous result if that came later."""
         began_s, now_s = max(self._began_s, self._taken_s), time.perf_counter()
         self._taken_s = now_s
-        is_measured = not self.is_idle or self._num_steps == self._refused_at
+        is_measured = not self.is_idle or self._num_steps == self._looked_at
         if not is_measured or began_s == 0.0:  # its start was not measured
             return
         num_draft_tokens = sum(len(draft.token_ids) for draft in plan.drafts)
@@ -461,13 +497,10 @@ class Drafting:
         return found
 
     def _forget_ended(self) -> None:
-        """Remove ended sequences, after adding their last tokens for other sequences to find,
-        unless no drafts pay off."""
+        """Remove ended sequences, after adding their last tokens for other sequences to find."""
         self._has_new = False
         for sequence in [s for s in self._of if s.state is State.ENDED]:
-            draft_state = self._of.pop(sequence)
-            if self._num_refused == 0:
-                draft_state.catch_up(sequence, self._of_all)
+            self._of.pop(sequence).catch_up(sequence, self._of_all)
 
     def _of_tokens(self, sequence: Sequence) -> History | None:
         """Return a new drafter of a sequence's tokens; None if the method has none."""

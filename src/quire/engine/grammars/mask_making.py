@@ -93,7 +93,8 @@ class MaskMaker:
             if follower is None or requested.guided is None:
                 return NO_DRAFT
             ends = self._vocabulary.end_token_ids
-            found = guided_draft(follower, propose, limits, ends)
+            ahead = follower if requested.guided.rolls_back else follower.copy()
+            found = guided_draft(ahead, propose, limits, ends)
             requested.guided.drafts[requested.index] = requested.token_ids, found
             return found
 

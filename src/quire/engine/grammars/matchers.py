@@ -5,6 +5,7 @@ first token that differs, and takes the tokens from there on. So a preemption co
 fork copies a matcher. Beams, rewinds and rejected draft tokens roll back, without any notification.
 
 A matcher also runs ahead of its sequence, to draft (`guided_draft`). The next use moves it back.
+Matchers of grammars with `max_tokens=` or `stop=` cannot roll back. For these a copy runs ahead.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -46,15 +47,21 @@ class Follower:
     matcher: "LLMatcher"
     token_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
-    def go_to(self, token_ids: Int32) -> None:
+    def go_to(self, token_ids: Int32) -> bool:
         """Move to these tokens [T], from the first that differs. If the matcher cannot move there,
-        it stays in error."""
+        it stays in error. Return False if it cannot roll back."""
         num_equal = num_common(self.token_ids, token_ids)
+        rolls_back = True
         if num_equal < len(self.token_ids):
-            self.matcher.rollback(len(self.token_ids) - num_equal)
+            rolls_back = self.matcher.rollback(len(self.token_ids) - num_equal)
         if num_equal < len(token_ids):
             self.matcher.consume_tokens(token_ids[num_equal:].tolist())
         self.token_ids = token_ids
+        return rolls_back
+
+    def copy(self) -> "Follower":
+        """Return another follower of the same tokens."""
+        return Follower(self.matcher.deep_copy(), self.token_ids)
 
     def take(self, token_id: int) -> bool:
         """Take one more token. Return whether the matcher accepts it."""
@@ -108,12 +115,14 @@ def guided_draft(
 @dataclass(eq=False, slots=True)
 class Guided:
     """Request with a grammar. followers: of its sequences, by index; used by the masks' thread.
-    drafts: the last draft of each, with the output tokens before it."""
+    drafts: the last draft of each, with the output tokens before it. rolls_back: whether all
+    matchers could roll back so far."""
 
     request: Request
     compiled: "LLMatcher | None" = None  # without tokens; set by the compiling thread
     followers: dict[int, Follower] = field(default_factory=dict)
     drafts: dict[int, tuple[Int32, GuidedDraft]] = field(default_factory=dict)
+    rolls_back: bool = True
 
     def start_over(self, compiled: "LLMatcher") -> None:
         """Replace the compiled grammar by a new one without tokens, and drop all followers."""
@@ -133,8 +142,7 @@ class Guided:
         follower = self.followers.get(index) or self._copy_nearest(token_ids)
         if follower.matcher.is_error():  # after a rejected draft token
             follower = self._fresh()
-        follower.go_to(token_ids)
-        # A matcher cannot roll back over an end that `max_tokens` forced.
+        self.rolls_back &= follower.go_to(token_ids)
         if follower.matcher.is_error() and not is_final(follower.matcher):
             follower = self._fresh()
             follower.go_to(token_ids)
@@ -146,7 +154,7 @@ class Guided:
         if not others:
             return self._fresh()
         nearest = max(others, key=lambda other: num_common(other.token_ids, token_ids))
-        return Follower(nearest.matcher.deep_copy(), nearest.token_ids)
+        return nearest.copy()
 
     def _fresh(self) -> Follower:
         assert self.compiled is not None, "a sequence runs before its grammar is compiled"

@@ -1,0 +1,293 @@
+"""Rests of the real drafter, over simulated sequences, steps and a clock."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from quire.base.plan import RowDraft
+from quire.base.settings.speculation import FORCED, SUFFIX, Speculation
+from quire.engine.drafting import drafting
+from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.rests import (
+    MAX_REFUSED_STEPS,
+    MAX_REST_STEPS,
+    NUM_SAMPLED,
+    Rests,
+    rest_after,
+    steps_for,
+)
+from quire.engine.grammars.matchers import GuidedDraft
+from quire.scheduler.core.sequence import RowTable, State
+
+STEP_S = 0.010
+TOKEN = 7
+
+
+class Clock:
+    """Clock that only its users advance."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(drafting, "time", made)
+    return made
+
+
+class FakeSequence:
+    """Sequence of equal tokens, as far as the drafter looks at it."""
+
+    def __init__(self, row: int, grammar: str = "") -> None:
+        self.row, self.index, self.limit, self.num_prompt_tokens = row, 0, 1 << 20, 1
+        self.state, self.num_known_tokens = State.RUNNING, 1
+        self.request: Any = SimpleNamespace(
+            request_id=str(id(self)), grammar=grammar, tenant="", cache_salt=""
+        )
+
+    @property
+    def known_tokens(self) -> Any:
+        return np.full(self.num_known_tokens, TOKEN, np.int32)
+
+
+@dataclass
+class Rig:
+    """Engine without a model. All draft tokens are right.
+
+    step_s: seconds of a step, by its draft tokens. look_s: seconds of a look-up for a row.
+    forced: number of tokens that each grammar forces at a step. finds: whether other rows find
+    drafts. drafted: lengths of the drafts of each step, by row.
+    """
+
+    clock: Clock
+    num_rows: int
+    num_guided: int = 0
+    method: str = SUFFIX
+    step_s: Callable[[int], float] = lambda num: STEP_S
+    look_s: float = 0.0
+    forced: Callable[[int], int] = lambda step: 0
+    finds: bool = True
+    drafted: list[dict[int, int]] = field(default_factory=list)
+    looking_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.table = RowTable(self.num_rows, 2)
+        self.table.is_masked[: self.num_guided] = True
+        self.sequences: list[Any] = [
+            FakeSequence(row, "grammar" if row < self.num_guided else "")
+            for row in range(self.num_rows)
+        ]
+        grammars: Any = SimpleNamespace(num_followed=self.num_guided, draft=self._forced)
+        plugin: Any = SimpleNamespace(history=lambda: FakeHistory(self))
+        speculation = Speculation(self.method, 4)
+        self.drafter = Drafting(speculation, grammars, self.num_rows, plugin)
+
+    def _forced(self, *_: object) -> GuidedDraft:
+        self.look()
+        num = self.forced(len(self.drafted))
+        return GuidedDraft([TOKEN] * num, [True] * num)
+
+    def look(self) -> None:
+        self.clock.now_s += self.look_s
+        self.looking_s += self.look_s
+
+    def run(self, num_steps: int) -> "Rig":
+        """Run steps in which each row gets one token, and its draft tokens."""
+        for _ in range(num_steps):
+            drafts, drafter = [], self.drafter
+            if not drafter.is_idle:
+                rows = drafter.draftable(self.table, np.arange(self.num_rows))
+                found = [self.sequences[row] for row in rows]
+                drafts = drafter.propose(found, self.num_rows)
+            row_of = {each.request.request_id: each.row for each in self.sequences}
+            nums = {row_of[each.request_id]: len(each.token_ids) for each in drafts}
+            plan = self._plan(nums)
+            drafter.planned(plan)
+            self.clock.now_s += self.step_s(sum(nums.values()))
+            for each in self.sequences:
+                each.num_known_tokens += 1 + nums.get(each.row, 0)
+            drafter.observe(plan, Mock())
+            self.drafted.append(nums)
+        return self
+
+    def _plan(self, nums: dict[int, int]) -> Any:
+        num_drafts = np.array([nums.get(row, 0) for row in range(self.num_rows)])
+        known = np.array([each.num_known_tokens for each in self.sequences])
+        return SimpleNamespace(
+            drafts=[RowDraft(row, np.full(num, TOKEN, np.int32)) for row, num in nums.items()],
+            rows=np.arange(self.num_rows),
+            num_scheduled_tokens=self.num_rows + int(num_drafts.sum()),
+            computed_bound=known - 1, num_tokens=1 + num_drafts, num_drafts=num_drafts,
+        )  # fmt: skip
+
+    def know(self, sizes: Sequence[int]) -> None:
+        """Let the drafter know the times of steps with so many draft tokens."""
+        for num in sizes:
+            times = self.drafter._verified if num else self.drafter._times
+            for _ in range(3):
+                times.observe(self.num_rows + num, self.step_s(num))
+
+    def first_draft(self, begin: int = 0) -> int:
+        """Return after how many steps from `begin` on a step had drafts."""
+        return next(i for i, nums in enumerate(self.drafted[begin:]) if nums)
+
+
+class FakeHistory:
+    """Drafter of one sequence, which knows its next tokens."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.num_taken, self._rig = 0, rig
+
+    def extend(self, token_ids: list[int]) -> None:
+        self.num_taken += len(token_ids)
+
+    def propose(self, num: int) -> list[int]:
+        self._rig.look()
+        return [TOKEN] * num if self._rig.finds else []
+
+
+# ---- rows with a grammar -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows", [64, 256])
+def test_a_refusal_does_not_end_the_forced_tokens_of_one_row(clock: Clock, num_rows: int) -> None:
+    """One forced token among so many rows gains less than MIN_GAIN; 32 gain 12 % or more."""
+    rig = Rig(clock, num_rows, 1, FORCED, forced=lambda step: 32 if step > 20 else step == 20)
+    rig.run(60)
+    assert rig.first_draft() in (21, 22)
+    assert all(nums == {0: 32} for nums in rig.drafted[22:])
+
+
+def test_a_refusal_of_others_does_not_either(clock: Clock) -> None:
+    """Drafts of the others gain less than they cost, and 32 certain tokens gain more."""
+    sizes, times = (0, 8, 32, 256), (1.0, 1.3, 1.4, 6.0)
+    rig = Rig(
+        clock, 64, 1, step_s=lambda num: STEP_S * float(np.interp(num, sizes, times)),
+        forced=lambda step: 32 * (step >= 60),
+    )  # fmt: skip
+    rig.know(sizes)
+    rig.run(60)
+    assert rig.drafter._plain_rests.num_refused > 3 and not any(rig.drafted)
+    rig.run(60)
+    assert rig.drafted[60:] == [{0: 32}] * 60
+
+
+# ---- waking up -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [16, 24, 32])
+def test_short_answers_are_drafted_for_again(clock: Clock, length: int) -> None:
+    """Verification takes longer, and drafts were wrong until now. From now on all are right."""
+    sizes, times = (0, 1, 2, 5, 32), (1.0, 1.7, 1.9, 2.2, 5.0)
+    rig = Rig(clock, 1, step_s=lambda num: STEP_S * float(np.interp(num, sizes, times)))
+    drafter = rig.drafter
+    rig.know(sizes)
+    drafter._of_all.value = 0.2
+    for _ in range(8):
+        end = len(rig.drafted) + length
+        while len(rig.drafted) < end:
+            rig.run(1)
+        rig.sequences[0].state = State.ENDED
+        rig.sequences[0] = FakeSequence(0)
+    assert rig.first_draft() < 100
+    assert sum(map(bool, rig.drafted[-length:])) > length / 2
+
+
+def test_an_answer_that_ends_during_refusals_is_remembered(clock: Clock) -> None:
+    rig = Rig(clock, 1)
+    drafter = Drafting(Speculation(SUFFIX, 8), Mock(num_followed=0), 1)
+    drafter._plain_rests.num_refused = 3
+    tokens = np.array([1, *range(100, 140)], np.int32)
+    first, second, third = (Mock(wraps=FakeSequence(0)) for _ in range(3))
+    for each, known in ((first, tokens[:5]), (second, tokens[:1]), (third, tokens[:12])):
+        each.configure_mock(
+            request=rig.sequences[0].request, limit=200, num_prompt_tokens=1,
+            known_tokens=known, num_known_tokens=len(known), state=State.RUNNING, row=0,
+        )  # fmt: skip
+    drafter.propose([first], 1)
+    first.configure_mock(known_tokens=tokens, num_known_tokens=len(tokens), state=State.ENDED)
+    drafter.propose([second], 1)
+    [found] = drafter.proposals([third])
+    assert found.draft_ids == tokens[12:20].tolist()
+
+
+@pytest.mark.parametrize(("num_rows", "few"), [(800, 1.0), (512, 1.1)])
+def test_a_sample_stands_for_all_rows(clock: Clock, num_rows: int, few: float) -> None:
+    """Eight rows alone can gain 1.8 % at most, but all rows gain 80 % and more."""
+
+    def step_s(num_drafts: int) -> float:
+        return STEP_S * (few + 0.3 * num_drafts / (4 * num_rows) if num_drafts else 1.0)
+
+    rig = Rig(clock, num_rows, step_s=step_s)
+    drafter = rig.drafter
+    rig.know((0, 8, 4 * num_rows))
+    for _ in range(6):
+        drafter._plain_rests.refuse(0)
+    rig.run(80)
+    assert rig.first_draft() <= MAX_REFUSED_STEPS
+    assert len(rig.drafted[rig.first_draft()]) == NUM_SAMPLED
+    assert all(len(nums) == num_rows for nums in rig.drafted[-20:])
+
+
+# ---- the time of look-ups ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("look_ms", [0.01, 0.5, 1.0, 3.2])
+@pytest.mark.parametrize(("num_rows", "num_guided"), [(1, 0), (1, 1), (20, 0), (20, 10), (9, 1)])
+@pytest.mark.parametrize("method", [SUFFIX, FORCED])
+def test_failed_look_ups_take_about_a_hundredth_at_most(
+    clock: Clock, look_ms: float, num_rows: int, num_guided: int, method: str
+) -> None:
+    """look_ms: of all rows together, in steps of 10 ms."""
+    look_s = look_ms / 1000 / num_rows
+    rig = Rig(clock, num_rows, num_guided, method, look_s=look_s, finds=False)
+    rig.run(2000)
+    assert not any(rig.drafted)
+    assert rig.looking_s < 0.011 * clock.now_s
+    if look_ms < 0.05 and (num_guided or method == SUFFIX):
+        assert rig.looking_s >= 0.9 * 2000 * look_s * (num_rows if method == SUFFIX else num_guided)
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def test_rests_grow_with_misses_up_to_the_limit() -> None:
+    assert [rest_after(num, MAX_REST_STEPS) for num in (0, 4, 5, 6, 7, 8, 9)] == [
+        1, 1, 2, 4, 8, 16, 16
+    ]  # fmt: skip
+    assert rest_after(10**6, 10**6) == 1024
+    assert steps_for(0.0, 1.0) == 1 and steps_for(0.0011, 0.02) == 11
+
+
+def test_an_empty_sample_is_no_refusal() -> None:
+    rests, step = Rests(1), 0
+    assert [rests.refuse(step) for _ in range(6)] == [2, 4, 8, 16, 32, 32]
+    rests = Rests(1)
+    rests.refuse(step)
+    for step in range(2, 20):
+        rests.miss(step, is_sample=True)
+        assert rests.until == step + 2 and rests.is_sampled
+    rests.miss(20, is_sample=False)
+    assert rests.until == 21 and not rests.is_sampled and not rests.num_refused
+
+
+def test_refusals_are_forgotten_once_all_rows_have_drafts() -> None:
+    rests = Rests(1)
+    rests.refuse(0)
+    rests.refuse(4)
+    rests.end(12, is_sample=True)
+    assert rests.until == 13 and not rests.is_sampled
+    assert rests.refuse(13) == 8, "the sample did not stand for all"
+    rests.end(30, is_sample=True)
+    rests.end(31, is_sample=False)
+    assert rests.refuse(32) == 2
