@@ -92,7 +92,10 @@ TRAINING = Page("training.md", "Adapters and training", (
         " shape, one row and 128 tokens of context for each adapter. The limit is the time to read"
         " their matrices at the measured bandwidth; the aim is 1.5 times the limit. The second"
         " table: the same rows without adapters, by an engine with `enable_lora` and by one"
-        " without; the aim is 1 % more.",
+        " without; the aim is 1 % more. A matrix of an adapter has 32 to 96 KB, and two threads"
+        " read such short pieces at about half the bandwidth of long ones. One phase per layer"
+        " instead of two, prefetching whole matrices, and reading four lines at once changed this"
+        " by less than the noise.",
         "python -m benchmarks.models.adapters",
         tuple(
             table
