@@ -5,7 +5,7 @@
 The model has Qwen3-0.6B's shape and random weights in bfloat16 or Q4_0. The adapter changes all
 linear layers with rank 16. quire and llama.cpp read the same GGUF files of base and adapter, which
 are written to the scratch directory first. vLLM reads the checkpoint and the adapter in PEFT's
-form; it computes in float32, where it is several times as fast as in bfloat16 on AVX2.
+form. It computes in float32, which is its faster format on AVX2.
 
 One request of 128 tokens is continued by 63, and one prompt of 1,024 tokens is computed. Each round
 starts one process per engine and workload, in turn. --small: with the small model, to test the

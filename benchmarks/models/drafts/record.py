@@ -82,7 +82,7 @@ def record_of(engine: MeasuredEngine, requests: Sequence[DraftRequest]) -> list[
         [answer] = engine.run([request]).answers
         found.append(Record.of(answer, proposed))
     for name in replaced:
-        delattr(drafter, name)  # those of its class remain
+        delattr(drafter, name)  # the methods of its class remain
     return found
 
 

@@ -46,7 +46,7 @@ class Rests:
     is_sampled: bool = False
 
     def end(self, step: int, *, is_sample: bool) -> None:
-        """Take no rest, since drafts pay off. is_sample: for a sample of the rows; then it is
+        """End the rest, since drafts pay off. is_sample: for a sample of the rows; then it is
         open whether they do so for all."""
         self.until, self.num_misses, self.is_sampled = step + 1, 0, False
         if not is_sample:
