@@ -117,8 +117,8 @@ TRAINING = Page("training.md", "Adapters and training", (
         "One adapter, compared with other engines",
         "Qwen3-0.6B's shape with one adapter of rank 16 in all linear layers: the first token of a"
         " prompt of 128, decoding, and a prompt of 1,024; medians of alternating rounds with the"
-        " share of the base model's limit. vLLM computes in float32; its prompt of 1,024 took longer than"
-        " 150 s. The second table compares best rounds.",
+        " share of the base model's limit. vLLM computes in float32; its prompt of 1,024 took"
+        " longer than 150 s. The second table compares best rounds.",
         "python -m benchmarks.cpu.adapters --rounds 2",
         (
             engines("cpu_adapters.json", WITH_ADAPTER, MEDIAN, ZEN3),
