@@ -88,8 +88,9 @@ class AdapterSession(Session):
         """Return the adapter for a workload's model, in the form that an engine reads."""
         models = self.scratch.directory / "models"
         write_checkpoint(workload.shape, models / workload.shape.name)
-        write = write_peft_adapter if engine.driver == PEER.driver else write_gguf_adapter
-        return write(workload.shape, models)
+        if engine.driver == PEER.driver:
+            return write_peft_adapter(workload.shape, models)
+        return write_gguf_adapter(workload.shape, models)
 
     def job(self, engine: Engine, workload: Workload, round_: int) -> dict[str, Any]:
         """See Session."""

@@ -171,7 +171,7 @@ def test_launches_of_a_step_with_and_without_adapters(
     """Two more for each layer that adapters may change, and two for the groups. None if no row of
     the step has an adapter."""
     launched, few = noted_launches(monkeypatch), ("q_proj", "down_proj")
-    shapes = adaptable_shapes(checkpoint("llama"))
+    shapes = adaptable_shapes(Path(files.base))
     path = write_adapter(tmp_path / "few", {n: s for n, s in shapes.items() if n.endswith(few)}, 8)
     adapter, found = LoRARequest("few", 1, str(path)), {}
     for name, settings in {

@@ -54,7 +54,8 @@ def test_what_is_kept_has_the_tokens_that_its_client_knows(api: TestClient) -> N
     assert found["token_ids"] == tokens and found["status"] == "held"
     assert found["num_tokens"] == len(tokens) and 0 < found["expires_in_s"] <= 60
     assert found["num_prompt_tokens"] == len(tokens) - 20 and found["num_blocks"] > 0
-    [listed] = api.get("/v1/requests").json()["data"]
+    every = {each["id"]: each for each in api.get("/v1/requests").json()["data"]}
+    listed = every[name]
     assert listed["num_tokens"] == len(tokens) and "token_ids" not in listed
     assert listed["id"] == found["id"] == name, "the id that the client knows"
 

@@ -17,7 +17,7 @@ METHODS = ["GET", "POST", "DELETE"]
 NOT_STORED = "quire runs no stored assistants; use /v1/responses with previous_response_id"
 NO_SPEECH = "quire serves models that read and write text; transcribe or speak with another server"
 NO_PICTURES = "quire generates text only; use another server. Models may read images in messages"
-RENDERED = ("chat/completions", "completions", "responses", "messages")
+RENDERED = ("chat/completions", "completions", "messages")
 # Path, with everything below it -> reason, and what to use instead.
 REFUSED: Mapping[str, str] = {
     "/v1/audio": NO_SPEECH,
