@@ -119,6 +119,13 @@ def _savings(effort: Effort, runs: Runs, methods: list[Method]) -> Figure:
     for index, workload in enumerate(workloads):
         mine = found[index * len(methods) : (index + 1) * len(methods)]
         curves.append(Curve(workload.name, bar_positions, [100 * each.saved for each in mine]))
+        shown = {
+            position: published
+            for position, method in zip(bar_positions, methods, strict=True)
+            if (published := SAVED[workload.name, method.is_beams].get(method.num)) is not None
+        }
+        label = f"published, {workload.name}"
+        curves.append(Curve(label, [*shown], [*shown.values()], is_published=True))
         for method, served in zip(methods, mine, strict=True):
             published = SAVED[workload.name, method.is_beams].get(method.num)
             if published is not None:

@@ -138,7 +138,10 @@ def _batched(workload: Workload, letter: str, found: dict[str, Served]) -> Figur
         f"P fig. 13 {letter}",
         "",
         "requests",
-        [Curve("simulated", bar_positions, [mean[system] for system in ORDER])],
+        [
+            Curve("simulated", bar_positions, [mean[system] for system in ORDER]),
+            *([Curve("published", [0.0, 3.0], [7.0, 30.4], is_published=True)] if is_share else []),
+        ],
         findings,
         text,
         BARS,
