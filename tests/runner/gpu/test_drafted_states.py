@@ -28,8 +28,8 @@ pytestmark = [
 
 IDS = random_tokens(5, 9, seed=4)
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3),
-    SamplingParams(temperature=0.9, seed=5, max_tokens=6, ignore_eos=True, n=2, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=8, ignore_eos=True, n=2, logprobs=1),
 ]
 
 

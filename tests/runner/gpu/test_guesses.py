@@ -112,7 +112,7 @@ def test_the_device_guesses_and_nothing_is_waited_for(
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     found, flown = kernels_say(speculative_config=ngram, **settings)
-    assert flown.num_behind >= 3 and flown.num_right > 10
+    assert flown.num_behind >= 3 and flown.num_right > 6
     with on_the_host():
         plain = {"speculative_config": {"method": "none"}, "attention_backend": "torch"}
         assert found == kernels_say(**settings | plain)[0]
