@@ -54,11 +54,11 @@ def test_masks_and_penalties_at_each_guess(depth: int, monkeypatch: pytest.Monke
 
 
 PARAMS = [
-    SamplingParams(temperature=1.0, seed=1, max_tokens=14, allowed_token_ids=[40, 41], logprobs=1),
-    SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True),
-    SamplingParams(temperature=1.0, seed=2, max_tokens=14, n=2, logit_bias={50: 9.0, 51: 9.0},
+    SamplingParams(temperature=1.0, seed=1, max_tokens=20, allowed_token_ids=[40, 41], logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=18, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=2, max_tokens=20, n=2, logit_bias={50: 9.0, 51: 9.0},
                    repetition_penalty=1.1),
-    SamplingParams(temperature=0.8, seed=3, max_tokens=13, min_tokens=6, top_k=3,
+    SamplingParams(temperature=0.8, seed=3, max_tokens=19, min_tokens=6, top_k=3,
                    bad_words=["fox"], stop_token_ids=[40], allowed_token_ids=[40, 42, 43]),
 ]  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_the_device_guesses_and_nothing_is_waited_for(
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     found, flown = kernels_say(speculative_config=ngram, **settings)
-    assert flown.num_behind >= 3 and flown.num_right > 6
+    assert flown.num_behind >= 3 and flown.num_right > 10
     with on_the_host():
         plain = {"speculative_config": {"method": "none"}, "attention_backend": "torch"}
         assert found == kernels_say(**settings | plain)[0]

@@ -20,9 +20,8 @@ from math import log
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from quire.base.plan import Int32, Plan
+from quire.base.plan import Float64, Int32, Int64, Plan
 from quire.base.settings.speculation import MAX_DRAFT_TOKENS
 
 FORGOTTEN = 128  # steps until the times of an unused size are dropped
@@ -34,8 +33,6 @@ MIN_GAIN = 1.02  # minimum ratio of the token rate with draft tokens to the one 
 HOPE = 0.01  # growth of the chance per step without draft tokens, so that drafting is tried again
 FREE_TOKENS = 32  # tokens of a step that is tried at any time
 SIZES = (1, 2, 3, *(size * 2**power for power in range(12) for size in (4, 6)))  # to 12,288 tokens
-
-Int64 = npt.NDArray[np.int64]
 
 
 class StepTimes:
@@ -85,12 +82,12 @@ class StepTimes:
         share = (num_tokens - sizes[at - 1]) / (above - sizes[at - 1])
         return below + share * (high - below)
 
-    def seconds_of(self, nums: Int64) -> npt.NDArray[np.float64]:
+    def seconds_of(self, nums: Int64) -> Float64:
         """Return `seconds` of many numbers of tokens [N]; there must be times."""
         known = np.interp(nums, self._sizes, [self._median(size) for size in self._sizes])
         return known * np.maximum(1.0, nums / self._free_tokens)
 
-    def verify_seconds(self, plain: "StepTimes", nums: Int64) -> npt.NDArray[np.float64]:
+    def verify_seconds(self, plain: "StepTimes", nums: Int64) -> Float64:
         """Return the expected seconds [N] of steps with draft tokens, from their own times. Sizes
         above those cost no more than by the times of `plain` steps, so that they are tried. Sizes
         below those lie between them and a plain step. nums: rising from that step's size + 1."""
@@ -216,7 +213,7 @@ def lengths(
 
 def _draft_gains(
     max_drafts: Seq[int], chances: Seq[float | Seq[float]]
-) -> tuple[Int64, Int64, npt.NDArray[np.float64]]:
+) -> tuple[Int64, Int64, Float64]:
     """Return the draft tokens that are worth a look, row by row. Of each: its row, its number
     within the row from 1 on, and the probability that it is accepted."""
     rows, depths, gains = list[int](), list[int](), list[float]()

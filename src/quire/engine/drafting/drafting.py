@@ -23,10 +23,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.base.messages import Draft
-from quire.base.plan import Plan, StepResult
+from quire.base.plan import Int32, Int64, Plan, StepResult
 from quire.base.settings.speculation import FORCED, NGRAM, SUFFIX, Speculation
 from quire.engine.drafting.draft_pace import (
     OLD_WEIGHT_OF_ALL,
@@ -52,9 +51,6 @@ from quire.engine.grammars.matchers import DraftLimits, GuidedDraft
 from quire.ops.sampling.find_runs import SEARCHED, find_runs
 from quire.scheduler.core.sequence import RowTable, Sequence, State
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-
 
 class NGrams:
     """Look-up of rows' last `min_tokens` to `max_tokens` tokens in their own earlier text."""
@@ -62,7 +58,7 @@ class NGrams:
     def __init__(self, min_tokens: int, max_tokens: int) -> None:
         self._min_tokens, self._max_tokens = min_tokens, max_tokens
 
-    def places(self, table: RowTable, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def places(self, table: RowTable, rows: Int64) -> Int64:
         """Return [N] the position after the newest earlier match of the last tokens, for each of
         `rows` [N]; -1 without a match."""
         bounds = self._min_tokens, self._max_tokens, SEARCHED
@@ -76,7 +72,7 @@ class NGrams:
         return repeated(tokens, place, num) if place >= 0 else []
 
 
-def repeated(tokens: npt.NDArray[np.int32], place: int, num: int) -> list[int]:
+def repeated(tokens: Int32, place: int, num: int) -> list[int]:
     """Return `num` draft tokens: `tokens` [T] from `place` on, repeated if there are too few."""
     followed: list[int] = tokens[place : place + num].tolist()
     while len(followed) < num:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.base.messages import Draft
-from quire.base.plan import DraftAnswer, DraftOrder, Int32, Plan, StepResult
+from quire.base.plan import DraftAnswer, DraftOrder, Int32, Int64, Plan, StepResult
 from quire.base.settings.speculation import MAX_DRAFT_TOKENS
 from quire.engine.drafting.draft_pace import (
     Chance,
@@ -27,7 +27,6 @@ from quire.engine.drafting.draft_pace import (
     lengths,
     planned_drafts,
 )
-from quire.engine.drafting.drafting import Int64
 from quire.engine.grammars.grammars import Grammars
 from quire.scheduler.core.sequence import RowTable, Sequence, State
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -160,16 +161,17 @@ class SuffixDrafter:
         last = own.tokens[-settings.depth :] + array("i", ahead)
         keys = keys_of(own.tokens[-LONG:] + array("i", ahead))
         assert keys is not None, "propose was called without keys"
-        length, places = own.find(last, keys)
-        runs = [own.tokens[place : place + num] for place in places]
-        expected, draft_ids = self._choose(length, [_padded(run, num) for run in runs], num)
+
+        def find(index: RunIndex, *condition: Any) -> tuple[float, list[int]]:
+            length, places = index.find(last, keys, *condition)
+            runs = [_padded(index.tokens[place : place + num], num) for place in places]
+            return self._choose(length, runs, num)
+
+        expected, draft_ids = find(own)
         if expected == num or not settings.num_answers:
             return draft_ids
         is_seen = partial(answers.is_seen_by, self._writer)
-        length, places = answers.places.find(last, keys, self._writer.mix, is_seen)
-        tokens = answers.places.tokens
-        runs = [tokens[place : place + num] for place in places]
-        expected_there, draft_there = self._choose(length, [_padded(r, num) for r in runs], num)
+        expected_there, draft_there = find(answers.places, self._writer.mix, is_seen)
         return draft_ids if expected >= expected_there else draft_there
 
     def _draft_there(self, last: Ints, keys: Keys, num: int) -> tuple[float, list[int]]:
