@@ -4,6 +4,7 @@ Covers `models/parts/routes.py`, `runner/sampling/routed_experts.py` and
 `engine/client/token_values.py`.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,12 @@ def test_a_sample_that_never_began_keeps_the_routes_of_others() -> None:
         Samples.of([whole, sampled(None)])
 
 
+def own_reference(path: Path) -> Any:
+    """Return a copy of the model of transformers that takes hooks and gradients. Tests share the
+    original."""
+    return copy.deepcopy(reference_model(path))
+
+
 def forced(model: Any, routes_TLC: torch.Tensor) -> None:
     """Let a mixture of transformers use these experts for the tokens of its next pass."""
     gates = [each for name, each in model.named_modules() if name.endswith("mlp.gate")]
@@ -259,7 +266,7 @@ def check_gradients(
 def test_replayed_experts_give_the_values_and_gradients_of_transformers() -> None:
     """With experts that no router would choose."""
     path = checkpoint("qwen3_moe", VOCAB)
-    model, other = TrainingModel(str(path), dtype="float32"), reference_model(path)
+    model, other = TrainingModel(str(path), dtype="float32"), own_reference(path)
     ids = prompts()[0]
     numbers = np.random.default_rng(2)
     routes = np.argsort(numbers.random((len(ids) - 1, NUM_MIXTURES, 8)))[..., :NUM_CHOSEN]
@@ -282,7 +289,7 @@ def test_experts_whose_weights_do_not_add_up_to_1_have_gradients_of_transformers
     (path / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}), "utf-8")
     model, other, ids = (
         TrainingModel(str(path), dtype="float32"),
-        reference_model(path),
+        own_reference(path),
         prompts()[0],
     )
     found, wanted = model([ids[:4]], [ids[4:]]), logprobs_of(other, ids)
