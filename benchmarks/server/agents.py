@@ -65,7 +65,7 @@ class Cell:
 
 
 CELLS = (
-    Cell("qwen3-0.6b", "q8_0", 2, 10, 800, 400, 240, 16, 1 << 30),
+    Cell("qwen3-0.6b", "q8_0", 2, 10, 800, 400, 240, 16, 1 << 30, 4096),
     Cell("demo", "f16", 20, 10, 800, 300, 120, 16, 1 << 29),
 )
 
@@ -207,7 +207,7 @@ def vllm_command(python: str, checkpoint: Path, cell: Cell, port: int) -> list[s
     }
     return [
         "env", *(f"{name}={value}" for name, value in environment.items()),
-        python, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint),
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint),
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
         "--max-model-len", str(cell.length), "--max-num-seqs", str(cell.num_sessions),
         "--enable-prompt-tokens-details",

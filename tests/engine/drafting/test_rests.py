@@ -105,18 +105,23 @@ class Rig:
         """Run steps in which each row gets one token, and its draft tokens."""
         for _ in range(num_steps):
             drafts, drafter = [], self.drafter
-            if not drafter.is_idle:
+            is_idle = drafter.is_idle
+            if is_idle:
+                drafter.skip_plan()
+            else:
                 rows = drafter.draftable(self.table, np.arange(self.num_rows))
                 found = [self.sequences[row] for row in rows]
                 drafts = drafter.propose(found, self.num_rows)
             row_of = {each.request.request_id: each.row for each in self.sequences}
             nums = {row_of[each.request_id]: len(each.token_ids) for each in drafts}
             plan = self._plan(nums)
-            drafter.planned(plan)
+            if not is_idle:
+                drafter.planned(plan)
             self.clock.now_s += self.step_s(sum(nums.values()))
             for each in self.sequences:
                 each.num_known_tokens += 1 + nums.get(each.row, 0)
-            drafter.observe(plan, Mock())
+            if not is_idle:
+                drafter.observe(plan, Mock())
             self.drafted.append(nums)
         return self
 

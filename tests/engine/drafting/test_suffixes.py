@@ -1,5 +1,6 @@
 """Draft tokens that most often followed, compared with a full search."""
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.base.settings.speculation import Suffixes
 from quire.engine.drafting import ngram_index as places
-from quire.engine.drafting.ngram_index import LONG, SHORT
+from quire.engine.drafting.ngram_index import LONG, SHORT, RunIndex
 from quire.engine.drafting.suffixes import BULK, OWN_TOKENS, PIECE, Answers, SuffixDrafter
 
 TEXTS = st.lists(st.integers(0, 2), max_size=40)
@@ -30,6 +31,29 @@ def drafter(
     made = SuffixDrafter(limits, len(prompt), answers, answers.writer(tenant, salt))
     made.extend(prompt)
     return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompt=TEXTS, sizes=st.lists(st.integers(1, 3 * PIECE), max_size=5), seed=st.integers(0, 9))
+def test_tokens_at_once_are_indexed_as_one_by_one(
+    prompt: list[int], sizes: list[int], seed: int
+) -> None:
+    choose, indices = random.Random(seed), list[list[object]]()
+    pieces = [[choose.randrange(50) for _ in range(size)] for size in sizes]
+    for is_whole in (False, True):
+        answers = Answers(3)
+        pair = [drafter(prompt, answers), drafter(prompt, answers, tenant="other")]
+        for number, piece in enumerate(pieces):
+            for part in [piece] if is_whole else [[token_id] for token_id in piece]:
+                pair[number % 2].extend(part)
+        indices.append([*map(contents, [answers.places, *(each._own for each in pair)])])
+        indices[-1] += [each.propose(4) for each in pair]
+    assert indices[0] == indices[1]
+
+
+def contents(index: RunIndex) -> list[object]:
+    chains = [(each.newest, each.before) for each in (index._long, index._short)]
+    return [index.tokens, *chains]
 
 
 Way = tuple[int, list[int]]  # how many tokens led to it; how it goes on

@@ -161,6 +161,18 @@ def test_steps_behind_one_that_failed_are_void_and_then_submitted_again() -> Non
     assert tokens == expected_tokens(good, LENGTH)
 
 
+def test_a_resting_attachment_is_asked_but_not_notified() -> None:
+    seen = FakeAttachment()
+    core = make_core(seen)
+    ask(core, num_tokens=3)
+    seen.rests = True
+    core.step()
+    assert [call.removeprefix("fake: ") for call in seen.calls[2:]] == ["answers", "before_plan 0"]
+    seen.rests = False
+    core.step()
+    assert "fake: on_step done 1" in seen.calls
+
+
 def test_nothing_is_called_that_an_attachment_does_not_override() -> None:
     core = make_core(Attachment())
     found = core.attachments

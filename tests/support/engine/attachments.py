@@ -70,5 +70,8 @@ class StandIn:
     def planned(self, plan: Plan) -> None:
         self.num_tried += int(plan.num_drafts.sum())
 
+    def skip_plan(self) -> None:
+        pass
+
     def observe(self, plan: Plan, result: StepResult) -> None:
         pass

@@ -21,7 +21,8 @@ class DraftingAttachment(Attachment):
     """Attachment that lets a drafter propose tokens.
 
     A drafter on the host needs the last token, so it drafts while no plan is in flight. It decides
-    whether the next plan should wait for that. A drafter on the device drafts for each plan."""
+    whether the next plan should wait for that. A drafter on the device drafts for each plan. While
+    the drafter is idle and no plan from before is in flight, the attachment rests."""
 
     order = Order.DRAFTING
 
@@ -37,7 +38,11 @@ class DraftingAttachment(Attachment):
 
     def before_plan(self, num_in_flight: int) -> Sequence[Control]:
         drafter, self._num_in_flight = self.drafter, num_in_flight
-        if drafter.is_idle or num_in_flight >= self._scheduler.depth:
+        is_idle = drafter.is_idle
+        self.rests = is_idle and (self.rests or num_in_flight == 0)
+        if self.rests:
+            drafter.skip_plan()
+        if is_idle or num_in_flight >= self._scheduler.depth:
             return ()
         drafts_on_device = drafter.drafts_on_device
         if num_in_flight:

@@ -124,6 +124,10 @@ class Drafter(Protocol):
         """Note which draft tokens a plan verifies."""
         ...
 
+    def skip_plan(self) -> None:
+        """Count the next plan, while idle. Neither the plan nor its result will be shown."""
+        ...
+
     def observe(self, plan: Plan, result: StepResult) -> None:
         """Record how long an executed plan took, and how many of its draft tokens were accepted."""
         ...
@@ -243,9 +247,10 @@ class Drafting:
     @property
     def is_idle(self) -> bool:
         """Whether there is no sequence to draft for, or the drafter rests."""
-        if not self._only_forced and self._num_steps >= self._plain_rests.until:
+        step = self._num_steps
+        if step >= self._plain_rests.until and not self._only_forced:
             return False
-        return not self._grammars.num_followed or self._num_steps < self._guided_rests.until
+        return step < self._guided_rests.until or not self._grammars.num_followed
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
         self._looked_s, is_guided = time.perf_counter(), table.is_masked[rows]
@@ -457,6 +462,10 @@ class Drafting:
         """Let a sequence without draft tokens rest."""
         rests = self._guided_rests if sequence.request.grammar else self._plain_rests
         self._rests_until[sequence.row] = self._num_steps + draft_state.rest(rests.max_steps)
+
+    def skip_plan(self) -> None:
+        self._num_steps += 1
+        self._began_s = self._taken_s = 0.0  # the result of the next plan is not timed alone
 
     def planned(self, plan: Plan) -> None:
         self._num_steps += 1

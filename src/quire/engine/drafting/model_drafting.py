@@ -118,6 +118,9 @@ class ModelDrafting:
             if (trying := self._verifying.get(row)) is not None:
                 trying.verified = verified
 
+    def skip_plan(self) -> None:
+        """Do nothing: this drafter is never idle."""
+
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
         """Return all `rows` [N]: a model can draft for each of them."""
         return rows

@@ -8,6 +8,7 @@ before a place is used. A token takes 12 bytes, and no text is ever scanned.
 
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ BASE_2, BASE_4 = BASE**2 & MASK, BASE**4 & MASK
 SPREAD = 0x85EBCA6B
 
 Ints: TypeAlias = "array[int]"
+Hashes: TypeAlias = npt.NDArray[np.uint64]
 Match = tuple[int, list[int]]  # number of equal tokens, and the places after them
 
 
@@ -34,6 +36,13 @@ class Keys(NamedTuple):
     short: int
 
 
+class RunKeys(NamedTuple):
+    """Hashes of the last LONG and SHORT tokens before each token of a run."""
+
+    long: list[int]
+    short: list[int]
+
+
 def keys_of(tokens: Ints) -> Keys | None:
     """Return the hashes of the runs at the end of these tokens; None for fewer than LONG."""
     if len(tokens) < LONG:
@@ -42,6 +51,16 @@ def keys_of(tokens: Ints) -> Keys | None:
     short = e * BASE + f
     long = (a * BASE + b) * BASE_4 + (c * BASE + d) * BASE_2 + short
     return Keys(long * SPREAD & MASK, short * SPREAD & MASK)
+
+
+def hashes(token_ids: npt.NDArray[np.integer]) -> tuple[Hashes, Hashes]:
+    """Return the hashes of the LONG and of the SHORT tokens that end at each token [N - LONG + 1]:
+    the first at token LONG - 1, the last at the end."""
+    tokens = token_ids.astype(np.uint64)
+    short = tokens[:-1] * np.uint64(BASE) + tokens[1:]  # [i]: of tokens i and i + 1
+    long = short[:-4] * np.uint64(BASE_4) + short[2:-2] * np.uint64(BASE_2) + short[4:]
+    spread, mask = np.uint64(SPREAD), np.uint64(MASK)
+    return long * spread & mask, short[LONG - SHORT :] * spread & mask
 
 
 class Chains:
@@ -64,10 +83,26 @@ class Chains:
         self.before.append(self.newest[bucket])
         self.newest[bucket] = place
 
-    def fill(self, keys: npt.NDArray[np.uint64], first: int) -> None:
-        """Add places from `first` on to empty chains of at most 16 bits. keys: [N] hashes."""
+    def append_run(self, first: int, keys: Seq[int]) -> None:
+        """Append places from `first` on, which is the next one, as `append` does."""
+        newest, before, shift = self.newest, self.before, self.shift
+        for place, key in enumerate(keys, first):
+            bucket = key >> shift
+            before.append(newest[bucket])
+            newest[bucket] = place
+
+    def add_run(self, first: int, keys: Seq[int], mix: int) -> None:
+        """Add places from `first` on, as `add` does. mix: XORed to the hashes."""
+        newest, before, shift = self.newest, self.before, self.shift
+        for place, key in enumerate(keys, first):
+            bucket = (key ^ mix) >> shift
+            before[place] = newest[bucket]
+            newest[bucket] = place
+
+    def fill(self, keys: Hashes, first: int) -> None:
+        """Add places from `first` on to empty chains of at most 16 bits. keys: [N]."""
         assert self.shift >= HASH_BITS - 16, "stable sorting is fast for short numbers only"
-        buckets = ((keys & np.uint64(MASK)) >> np.uint64(self.shift)).astype(np.uint16)
+        buckets = (keys >> np.uint64(self.shift)).astype(np.uint16)
         order = np.argsort(buckets, kind="stable")
         buckets, places = buckets[order], (order + first).astype(np.int32)
         is_next = buckets[1:] == buckets[:-1]
@@ -112,15 +147,26 @@ class RunIndex:
             self._long.append(place, keys.long)
             self._short.append(place, keys.short)
 
+    def write_run(self, place: int, token_ids: Ints, keys: RunKeys, mix: int) -> None:
+        """Write tokens from a place on, as `write` does for each."""
+        self.tokens[place : place + len(token_ids)] = token_ids
+        self._long.add_run(place, keys.long, mix)
+        self._short.add_run(place, keys.short, mix)
+
+    def append_run(self, token_ids: Ints, keys: RunKeys) -> None:
+        """Append tokens, as `append` does for each."""
+        place = len(self.tokens)
+        self.tokens.extend(token_ids)
+        self._long.append_run(place, keys.long)
+        self._short.append_run(place, keys.short)
+
     def fill(self, token_ids: npt.NDArray[np.integer]) -> None:
         """Write the first tokens `[N]` at once; N is at least LONG."""
         self.reserve(len(token_ids))
         np.frombuffer(self.tokens, np.int32)[:] = token_ids
-        tokens = token_ids[:-1].astype(np.uint64)  # no token follows the last run yet
-        short = tokens[:-1] * np.uint64(BASE) + tokens[1:]  # [i]: hash of the run from i on
-        long = short[:-4] * np.uint64(BASE_4) + short[2:-2] * np.uint64(BASE_2) + short[4:]
-        self._long.fill(long * np.uint64(SPREAD), LONG)
-        self._short.fill(short[LONG - SHORT :] * np.uint64(SPREAD), LONG)
+        long, short = hashes(token_ids[:-1])  # no token follows the last run yet
+        self._long.fill(long, LONG)
+        self._short.fill(short, LONG)
 
     def find(
         self, last: Ints, keys: Keys, mix: int = 0, may_use: Callable[[int], bool] | None = None

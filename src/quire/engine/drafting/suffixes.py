@@ -30,12 +30,15 @@ from quire.engine.drafting.ngram_index import (
     Keys,
     Match,
     RunIndex,
+    RunKeys,
+    hashes,
     keys_of,
 )
 
 OWN_TOKENS = 1 << 15  # maximum indexed tokens of a prompt, the newest
 OWN_ANSWER = 1 << 10  # expected tokens of an answer; longer answers make chains longer
 BULK = 64  # minimum tokens of a prompt that is written at once
+RUN = 8  # minimum tokens of an answer that are written at once
 PIECE = 128  # places of a piece: nothing, tokens before it, answer tokens, nothing
 MAX_OWNERS = 1 << 16
 OWNER_SPREAD = 0x9E3779B1
@@ -81,6 +84,20 @@ class Answers:
         self.places.write(writer.place, token_id, keys, writer.mix)
         writer.place += 1
 
+    def write_run(self, writer: Writer, text: Ints, keys: RunKeys) -> None:
+        """Append tokens to an answer, as `write` does for each. text: LONG tokens before them, and
+        the tokens; keys: of the tokens."""
+        done, num = 0, len(text) - LONG
+        while done < num:
+            is_mine = writer.piece >= 0 and self._writers[writer.piece] is writer
+            if not is_mine or writer.place % PIECE == PIECE - 1:
+                self._begin_piece(writer, text[done : done + LONG])
+            end = min(num, done + PIECE - 1 - writer.place % PIECE)
+            part = RunKeys(keys.long[done:end], keys.short[done:end])
+            self.places.write_run(writer.place, text[LONG + done : LONG + end], part, writer.mix)
+            writer.place += end - done
+            done = end
+
     def _begin_piece(self, writer: Writer, before: Ints) -> None:
         piece = self._num_begun % self._max_pieces
         self._num_begun += 1
@@ -120,18 +137,40 @@ class SuffixDrafter:
             self._own.fill(np.array(prompt[-OWN_TOKENS:], np.int32))
             self._keys = keys_of(self._own.tokens)
             self.num_taken = len(prompt)
-        for token_id in token_ids:
+        last = len(token_ids) - RUN if self._num_prompt >= LONG else -1
+        for number, token_id in enumerate(token_ids):
+            if number <= last and self.num_taken >= self._num_prompt and not self._has_match:
+                self._add_run(token_ids[number:])
+                return
             self._add(token_id)
+
+    @property
+    def _has_match(self) -> bool:
+        return bool(self._here[1] or self._there[1])
+
+    def _add_run(self, token_ids: Seq[int]) -> None:
+        """Add tokens of the answer at once, while there is no match to follow."""
+        own = self._own
+        text = own.tokens[-LONG:] + array("i", token_ids)
+        long, short = hashes(np.frombuffer(text, np.int32))
+        keys = RunKeys(long.tolist(), short.tolist())
+        self._keys = Keys(keys.long.pop(), keys.short.pop())
+        if self._settings.num_answers:
+            self._answers.write_run(self._writer, text, keys)
+        own.append_run(text[LONG:], keys)
+        self.num_taken += len(token_ids)
 
     def _add(self, token_id: int) -> None:
         own, keys = self._own, self._keys
-        self._here = _follow(own, self._here, token_id)
+        if self._here[1]:
+            self._here = _follow(own, self._here, token_id)
         if self._settings.num_answers and self.num_taken >= self._num_prompt:
-            self._there = _follow(self._answers.places, self._there, token_id)
+            if self._there[1]:
+                self._there = _follow(self._answers.places, self._there, token_id)
             self._answers.write(self._writer, token_id, keys, own.tokens)
         own.append(token_id, keys)
         length = min(self._here[0], LONG + 1)
-        if length and own.tokens[-length:] == own.tokens[max(0, LONG - length) : LONG]:
+        if self._here[1] and own.tokens[-length:] == own.tokens[max(0, LONG - length) : LONG]:
             self._here = 0, []  # the first indexed place is a continuation as well
         self._keys = keys_of(own.tokens)
         self.num_taken += 1

@@ -97,10 +97,12 @@ class Attachment:
     order: the attachment with the lowest order is called first.
     is_vital: what happens if a method raises. True: the engine stops, because requests depend on
     the attachment. False: the attachment is detached, with a warning in the log.
+    rests: while it is true, neither `hear` nor `on_step` is called.
     pending: what the loop may wait for. Override it with a property, or keep the default."""
 
     order: int = 50
     is_vital: bool = True
+    rests: bool = False
     pending: Any = NOTHING_PENDING  # Pending
 
     def accept(self, request: Request) -> Request:

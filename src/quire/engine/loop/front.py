@@ -62,7 +62,7 @@ class Attachments:
         return request
 
     def hear(self, given: Given, decisions: Decisions) -> None:
-        self._call(self._hear, given, decisions)
+        self._notify(self._hear, given, decisions)
 
     def answers(self, now: float) -> list[Control]:
         return list(chain.from_iterable(self._call(self._answers, now)))
@@ -71,7 +71,7 @@ class Attachments:
         return list(chain.from_iterable(self._call(self._before_plan, num_in_flight)))
 
     def on_step(self, step: StepInFlight, phase: Phase) -> None:
-        self._call(self._on_step, step, phase)
+        self._notify(self._on_step, step, phase)
 
     def close(self, loop: Loop) -> None:
         """Close all attachments, in order, even if some of them raise."""
@@ -90,6 +90,16 @@ class Attachments:
     def holds_plans(self) -> bool:
         """Whether the next plan waits until no plan is in flight."""
         return any(each.pending.holds_plans for each in self._pending)
+
+    def _notify(self, methods: list[Method], *arguments: Any) -> None:
+        """Call a method of the attachments that do not rest."""
+        for each, method in methods:
+            if each.rests:
+                continue
+            try:
+                method(*arguments)
+            except Exception as error:
+                self._fail(each, error)
 
     def _call(self, methods: list[Method], *arguments: Any) -> list[Any]:
         """Call a method of attachments. Return the results of the attachments that do not raise."""

@@ -113,6 +113,13 @@ class WarmModel:
     def _is_plain(self, plan: Plan) -> bool:
         """Return whether a plan has plain rows only, also among rows that earlier plans started."""
         special = self._special
+        if plan.started or plan.forked or len(plan.released):
+            self._note_special(plan)
+        return is_plain(plan) and (not special or special.isdisjoint(plan.rows.tolist()))
+
+    def _note_special(self, plan: Plan) -> None:
+        """Note which rows are not plain from this plan on."""
+        special = self._special
         special.difference_update(plan.released.tolist())
         for start in plan.started:
             special.discard(start.row)
@@ -122,7 +129,6 @@ class WarmModel:
             special.discard(fork.child)
             if fork.parent in special:
                 special.add(fork.child)
-        return is_plain(plan) and special.isdisjoint(plan.rows.tolist())
 
     def needs_whole(self, request: Request) -> bool:
         """Return whether a request must wait for `load`."""
