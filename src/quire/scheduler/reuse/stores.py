@@ -281,7 +281,7 @@ class Stores(HitSource, Extension, StepExtension):
         names = tuple(
             (g, digest)
             for g in order
-            for digest in digests[:max_blocks]
+            for digest in digests[here if kv.groups[g].keeps_all else 0 : max_blocks]
             if not kv.is_cached(g, digest)
         )
         transfer = sequence.request.kv_transfer
