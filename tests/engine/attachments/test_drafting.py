@@ -1,50 +1,84 @@
 """The attachment of drafters: when it rests. Covers `engine/attachments/drafting.py`."""
 
+from dataclasses import replace
+
+import pytest
+
 from quire.base.plan import Plan, StepResult
 from quire.engine.attachments.drafting import DraftingAttachment
+from quire.engine.loop.core import EngineCore
 from tests.engine.loop.test_attachment import ask, make_core
 from tests.support.engine.attachments import StandIn
 
 
 class Sleeper(StandIn):
-    """A drafter that is idle when a test says so. calls: what was called."""
+    """A drafter that is idle for as many plans as a test says. calls: what was called. num_plans:
+    plans that it knows of."""
 
     def __init__(self) -> None:
-        self.is_idle = False
+        self.num_idle = self.num_plans = 0
         self.calls: list[str] = []
 
     def planned(self, plan: Plan) -> None:
+        self.num_plans += 1
         self.calls.append("planned")
 
-    def skip_plan(self) -> None:
-        self.calls.append("skipped")
+    def skip_plans(self, num: int) -> None:
+        self.num_plans += num
 
     def observe(self, plan: Plan, result: StepResult) -> None:
         self.calls.append("observed")
 
 
-def test_an_idle_drafter_is_not_called_again_until_it_wakes() -> None:
-    drafter, core = Sleeper(), make_core()
+def core_with(drafter: Sleeper, depth: int = 1) -> EngineCore:
+    core = make_core(depth=depth)
     core.attach(DraftingAttachment(drafter, core.scheduler, core.limits))
-    ask(core, num_tokens=8)
-    for is_idle in (False, True, True, False):
-        drafter.is_idle = is_idle
-        core.step()
+    return core
+
+
+def test_an_idle_drafter_is_not_called_for_as_many_plans() -> None:
+    drafter = Sleeper()
+    core = core_with(drafter)
+    ask(core, num_tokens=9)
     seen = ["planned", "observed"]
-    assert drafter.calls == [*seen, "skipped", "skipped", *seen]
+    core.step()
+    drafter.num_idle = 3
+    core.step()
+    drafter.num_idle = 0  # it is not asked
+    core.step()
+    core.step()
+    assert (drafter.calls, drafter.num_plans) == (seen, 4)
+    core.step()
+    assert (drafter.calls, drafter.num_plans) == (seen * 2, 5)
+
+
+@pytest.mark.parametrize("num_before", [1, 2])
+def test_a_request_with_a_grammar_ends_the_rest(num_before: int) -> None:
+    drafter = Sleeper()
+    core = core_with(drafter)
+    core.limits = replace(core.limits, takes_grammars=True)
+    ask(core, num_tokens=9)
+    drafter.num_idle = 1000
+    for _ in range(num_before):
+        core.step()
+    drafter.num_idle = 0
+    ask(core, "b", num_tokens=9, grammar="root ::= 'a'")
+    assert (drafter.calls, drafter.num_plans) == ([], num_before)
+    core.step()
+    assert (drafter.calls, drafter.num_plans) == (["planned", "observed"], num_before + 1)
 
 
 def test_plans_in_flight_are_observed_before_the_rest() -> None:
     """Their results show how many draft tokens were accepted."""
-    drafter, core = Sleeper(), make_core(depth=2)
-    core.attach(DraftingAttachment(drafter, core.scheduler, core.limits))
+    drafter = Sleeper()
+    core = core_with(drafter, depth=2)
     ask(core, num_tokens=8)
     core.plan()
-    drafter.is_idle = True
+    drafter.num_idle = 2
     core.plan()
     core.take()
     core.take()
     assert drafter.calls == ["planned", "planned", "observed", "observed"]
     core.plan()
     core.take()
-    assert drafter.calls[4:] == ["skipped"]
+    assert drafter.calls[4:] == []

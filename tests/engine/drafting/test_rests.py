@@ -105,9 +105,9 @@ class Rig:
         """Run steps in which each row gets one token, and its draft tokens."""
         for _ in range(num_steps):
             drafts, drafter = [], self.drafter
-            is_idle = drafter.is_idle
+            is_idle = drafter.num_idle > 0
             if is_idle:
-                drafter.skip_plan()
+                drafter.skip_plans(1)
             else:
                 rows = drafter.draftable(self.table, np.arange(self.num_rows))
                 found = [self.sequences[row] for row in rows]

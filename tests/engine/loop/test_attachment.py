@@ -161,16 +161,16 @@ def test_steps_behind_one_that_failed_are_void_and_then_submitted_again() -> Non
     assert tokens == expected_tokens(good, LENGTH)
 
 
-def test_a_resting_attachment_is_asked_but_not_notified() -> None:
+def test_a_resting_attachment_is_called_again_after_some_plans() -> None:
     seen = FakeAttachment()
     core = make_core(seen)
-    ask(core, num_tokens=3)
-    seen.rests = True
+    ask(core, num_tokens=4)
+    seen.rests = 3
     core.step()
-    assert [call.removeprefix("fake: ") for call in seen.calls[2:]] == ["answers", "before_plan 0"]
-    seen.rests = False
     core.step()
-    assert "fake: on_step done 1" in seen.calls
+    assert (seen.calls[2:], seen.rests) == (["fake: answers", "fake: answers"], 1)
+    core.step()
+    assert seen.calls[5:8] == ["fake: before_plan 0", "fake: hear plan", "fake: on_step next 2"]
 
 
 def test_nothing_is_called_that_an_attachment_does_not_override() -> None:

@@ -52,8 +52,8 @@ def stores_of(core: EngineCore) -> Any:
 class StandIn:
     """Guesses nothing. num_tried: guesses that plans have tried."""
 
-    is_idle = holds_back = drafts_on_device = decides_wait = False
-    num_tried = 0
+    holds_back = drafts_on_device = decides_wait = False
+    num_idle = num_tried = 0
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
         return rows
@@ -70,7 +70,7 @@ class StandIn:
     def planned(self, plan: Plan) -> None:
         self.num_tried += int(plan.num_drafts.sum())
 
-    def skip_plan(self) -> None:
+    def skip_plans(self, num: int) -> None:
         pass
 
     def observe(self, plan: Plan, result: StepResult) -> None:

@@ -3,7 +3,7 @@ them."""
 
 from collections.abc import Sequence
 
-from quire.base.messages import Control, Draft, Drafted
+from quire.base.messages import Control, Draft, Drafted, Request
 from quire.base.plan import StepResult
 from quire.base.requests.validation import RequestLimits
 from quire.engine.attachments.order import Order
@@ -38,11 +38,12 @@ class DraftingAttachment(Attachment):
 
     def before_plan(self, num_in_flight: int) -> Sequence[Control]:
         drafter, self._num_in_flight = self.drafter, num_in_flight
-        is_idle = drafter.is_idle
-        self.rests = is_idle and (self.rests or num_in_flight == 0)
-        if self.rests:
-            drafter.skip_plan()
-        if is_idle or num_in_flight >= self._scheduler.depth:
+        if num_idle := drafter.num_idle:
+            if num_in_flight == 0:
+                self.rests = num_idle
+                drafter.skip_plans(num_idle)
+            return ()
+        if num_in_flight >= self._scheduler.depth:
             return ()
         drafts_on_device = drafter.drafts_on_device
         if num_in_flight:
@@ -56,6 +57,12 @@ class DraftingAttachment(Attachment):
         return [
             Drafted(drafts if drafts_on_device else self._known(drafts), on_device=drafts_on_device)
         ]
+
+    def accept(self, request: Request) -> Request:
+        if request.grammar and self.rests:  # the grammar may force tokens
+            self.drafter.skip_plans(1 - self.rests)
+            self.rests = 0
+        return request
 
     def hear(self, given: Given, decisions: Decisions) -> None:
         if decisions.plan is not None:
@@ -72,7 +79,7 @@ class DraftingAttachment(Attachment):
     def _decide_wait(self) -> None:
         """Let the drafter decide whether the next plan waits until no plan is in flight."""
         drafter, num = self.drafter, self._num_in_flight
-        if num > 0 and drafter.decides_wait and not drafter.is_idle:
+        if num > 0 and drafter.decides_wait and not drafter.num_idle:
             drafter.decide_wait(self._candidates(num), num, self._scheduler.num_running)
 
     def _candidates(self, num_pending: int | None) -> list[sequence.Sequence]:

@@ -51,6 +51,8 @@ from quire.engine.grammars.matchers import DraftLimits, GuidedDraft
 from quire.ops.sampling.find_runs import SEARCHED, find_runs
 from quire.scheduler.core.sequence import RowTable, Sequence, State
 
+MAX_IDLE = 1 << 60  # plans: until a request with a grammar arrives
+
 
 class NGrams:
     """Look-up of rows' last `min_tokens` to `max_tokens` tokens in their own earlier text."""
@@ -83,14 +85,15 @@ def repeated(tokens: Int32, place: int, num: int) -> list[int]:
 class Drafter(Protocol):
     """Interface of a drafter, for the attachment that calls it.
 
-    is_idle: whether there is no sequence to draft for.
+    num_idle: number of plans, from the next one on, for which it drafts nothing. It may become
+    smaller when a request with a grammar arrives.
     holds_back: whether the next plan must wait until no plan is in flight.
     drafts_on_device: whether the device makes the next draft tokens, even while plans are in
     flight.
     decides_wait: whether `decide_wait` may change `holds_back`."""
 
     @property
-    def is_idle(self) -> bool: ...
+    def num_idle(self) -> int: ...
 
     @property
     def holds_back(self) -> bool: ...
@@ -124,8 +127,9 @@ class Drafter(Protocol):
         """Note which draft tokens a plan verifies."""
         ...
 
-    def skip_plan(self) -> None:
-        """Count the next plan, while idle. Neither the plan nor its result will be shown."""
+    def skip_plans(self, num: int) -> None:
+        """Count plans that are not shown, and whose results are not shown either. A negative number
+        takes some back, which are shown after all."""
         ...
 
     def observe(self, plan: Plan, result: StepResult) -> None:
@@ -245,12 +249,12 @@ class Drafting:
         return True
 
     @property
-    def is_idle(self) -> bool:
-        """Whether there is no sequence to draft for, or the drafter rests."""
-        step = self._num_steps
-        if step >= self._plain_rests.until and not self._only_forced:
-            return False
-        return step < self._guided_rests.until or not self._grammars.num_followed
+    def num_idle(self) -> int:
+        """See `Drafter`. It is 0 unless both kinds of rows rest, or there can be none of a kind."""
+        until = MAX_IDLE if self._only_forced else self._plain_rests.until
+        if until > self._num_steps and self._grammars.num_followed:
+            until = min(until, self._guided_rests.until)
+        return max(0, until - self._num_steps)
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
         self._looked_s, is_guided = time.perf_counter(), table.is_masked[rows]
@@ -463,8 +467,8 @@ class Drafting:
         rests = self._guided_rests if sequence.request.grammar else self._plain_rests
         self._rests_until[sequence.row] = self._num_steps + draft_state.rest(rests.max_steps)
 
-    def skip_plan(self) -> None:
-        self._num_steps += 1
+    def skip_plans(self, num: int) -> None:
+        self._num_steps += num
         self._began_s = self._taken_s = 0.0  # the result of the next plan is not timed alone
 
     def planned(self, plan: Plan) -> None:
@@ -478,7 +482,7 @@ class Drafting:
         since the previous result if that came later."""
         began_s, now_s = max(self._began_s, self._taken_s), time.perf_counter()
         self._taken_s = now_s
-        is_measured = not self.is_idle or self._num_steps == self._looked_at
+        is_measured = not self.num_idle or self._num_steps == self._looked_at
         if not is_measured or began_s == 0.0:  # its start was not measured
             return
         num_draft_tokens = sum(len(draft.token_ids) for draft in plan.drafts)

@@ -86,7 +86,7 @@ class ModelDrafting:
     draft: executes an order on the device.
     holders: returns the sequences that hold the rows `[N]`."""
 
-    is_idle = False
+    num_idle = 0
     holds_back = True  # the last token must be known, and any row can have draft tokens
     drafts_on_device = decides_wait = False
 
@@ -118,7 +118,7 @@ class ModelDrafting:
             if (trying := self._verifying.get(row)) is not None:
                 trying.verified = verified
 
-    def skip_plan(self) -> None:
+    def skip_plans(self, num: int) -> None:
         """Do nothing: this drafter is never idle."""
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:

@@ -97,12 +97,13 @@ class Attachment:
     order: the attachment with the lowest order is called first.
     is_vital: what happens if a method raises. True: the engine stops, because requests depend on
     the attachment. False: the attachment is detached, with a warning in the log.
-    rests: while it is true, neither `hear` nor `on_step` is called.
+    rests: in how many plans `before_plan` is called again. The loop counts it down, and until it is
+    0 it calls none of `before_plan`, `hear` and `on_step`.
     pending: what the loop may wait for. Override it with a property, or keep the default."""
 
     order: int = 50
     is_vital: bool = True
-    rests: bool = False
+    rests: int = 0
     pending: Any = NOTHING_PENDING  # Pending
 
     def accept(self, request: Request) -> Request:

@@ -68,7 +68,13 @@ class Attachments:
         return list(chain.from_iterable(self._call(self._answers, now)))
 
     def before_plan(self, num_in_flight: int) -> list[Control]:
-        return list(chain.from_iterable(self._call(self._before_plan, num_in_flight)))
+        awake = []
+        for each, method in self._before_plan:
+            if each.rests:
+                each.rests -= 1
+            if not each.rests:
+                awake.append((each, method))
+        return list(chain.from_iterable(self._call(awake, num_in_flight))) if awake else []
 
     def on_step(self, step: StepInFlight, phase: Phase) -> None:
         self._notify(self._on_step, step, phase)
