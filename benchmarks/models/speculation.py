@@ -4,8 +4,10 @@ r"""Measure what draft tokens gain: the same requests with and without them, in 
     python -m benchmarks.models.speculation --method ngram --rows 1 4
     python -m benchmarks.models.speculation --replay shape:qwen3-0.6b --minutes 8
 
-Both engines live in one process. A pair is one run with and one without drafts; the first of them
-alternates. All answers are compared, token by token. `drafts/workloads.py` describes the requests.
+Both engines live in one process. Where an engine's memory lies changes its speed by a percent or
+two, so they are built twice, in either order. A pair is one run with and one without drafts; the
+first of them alternates. All answers are compared, token by token. `drafts/workloads.py` describes
+the requests.
 
 --replay measures another model, whose weights may be random. Its drafts repeat the acceptance of
 the demo model's drafts, place by place (`drafts/record.py`). A round times one plain run, and one
@@ -49,6 +51,7 @@ METHODS = {
 NUM_RECORDS = 16
 PROMPT = 32  # tokens of a prompt of a replay
 MAX_LEN = 512
+ORDERS = (False, True)  # whether the engine with drafts is built first
 
 
 @dataclass
@@ -113,36 +116,47 @@ def shares(cells: Sequence[Cell], seconds: float) -> Iterator[tuple[Cell, float]
 
 
 def measure_demo(options: argparse.Namespace) -> Iterator[Cell]:
-    """Measure all cells of the demo model."""
-    plain, drafting = demo_engines(options)
-    workloads = Workloads(plain.engine)
+    """Measure all cells of the demo model, half of the time with either engine built first."""
     cells = [Cell(name, num) for num in options.rows for name in options.workloads]
-    for cell, end_s in shares(cells, 60 * options.minutes):
-        number, longest_s = 0, 0.0
-        while number < 2 or time.perf_counter() + longest_s < end_s:
-            began = time.perf_counter()
-            requests = workloads.requests(cell.workload, number, cell.rows)
-            engines = (plain, drafting) if number % 2 else (drafting, plain)
-            for engine in engines:
-                engine.compute_prompts(requests)
-            found = {id(engine): engine.run(requests) for engine in engines}
-            if number > 0:  # the first pair warms up
-                cell.add(found[id(plain)], found[id(drafting)])
-            longest_s = time.perf_counter() - began
-            number += 1
-        yield cell
-    plain.close()
-    drafting.close()
+    for drafts_first in ORDERS:
+        plain, drafting = demo_engines(options, drafts_first)
+        workloads = Workloads(plain.engine)
+        for cell, end_s in shares(cells, 60 * options.minutes / len(ORDERS)):
+            measure_pairs(cell, end_s, plain, drafting, workloads)
+        plain.close()
+        drafting.close()
+    yield from cells
 
 
-def demo_engines(options: argparse.Namespace) -> tuple[MeasuredEngine, MeasuredEngine]:
+def measure_pairs(
+    cell: Cell, end_s: float, plain: MeasuredEngine, drafting: MeasuredEngine, workloads: Workloads
+) -> None:
+    """Add pairs to a cell until a time, and at least one."""
+    number, longest_s = 0, 0.0
+    while number < 2 or time.perf_counter() + longest_s < end_s:
+        began = time.perf_counter()
+        requests = workloads.requests(cell.workload, number, cell.rows)
+        engines = (plain, drafting) if number % 2 else (drafting, plain)
+        for engine in engines:
+            engine.compute_prompts(requests)
+        found = {id(engine): engine.run(requests) for engine in engines}
+        if number > 0:  # the first pair warms up
+            cell.add(found[id(plain)], found[id(drafting)])
+        longest_s = time.perf_counter() - began
+        number += 1
+
+
+def demo_engines(
+    options: argparse.Namespace, drafts_first: bool
+) -> tuple[MeasuredEngine, MeasuredEngine]:
+    """Return an engine without drafts and one with them, built in this order or the other."""
     settings = {
         "model": "demo", "dtype": options.dtype, "max_model_len": MAX_LEN,
         "max_num_seqs": max(options.rows), "kv_cache_memory_bytes": options.kv_mib << 20,
     }  # fmt: skip
-    plain, drafting = (
-        MeasuredEngine.build(each, **settings) for each in (PLAIN, speculation(options))
-    )
+    configs = (PLAIN, speculation(options))[:: -1 if drafts_first else 1]
+    engines = [MeasuredEngine.build(each, **settings) for each in configs]
+    plain, drafting = engines[:: -1 if drafts_first else 1]
     return plain, drafting
 
 
