@@ -4,8 +4,9 @@
 
 A conversation of 16,000 tokens is known to the server. The client sends it again with a new message
 of 500 tokens, as chat clients do. Its keys and values are in one of three places: on the device, in
-host memory, or in a directory. Two conversations take turns in a pool for one, so that each turn
-loads its blocks from host memory. For the directory the server is started again.
+host memory, or in a directory. Two conversations alternate in a pool for one, so that the first
+turn of each loads its blocks from host memory, and the second finds them on the device. For the
+directory the server is started again.
 
 first token    from sending the body to the first chunk, at the client
 model          the runner's own time of the steps of this turn. For other places it is the median
@@ -264,17 +265,19 @@ async def measure_cell(
     num_tokens = round(1.1 * (options.held + options.new))
     async with served(cell, name, num_tokens, folder) as player:
         await play.begin(player, 0)
-        for _ in range(options.rounds + NUM_SKIPPED["device"]):
-            await play.take(player, "device", 0)
-        if len(places) > 1:
+        if "host" in places:
             await play.begin(player, 1)
-        for number in range(options.rounds + NUM_SKIPPED["host"] if "host" in places else 0):
-            await play.take(player, "host", number % 2)
+        for number in range(options.rounds + max(NUM_SKIPPED.values())):
+            which = number % 2 if "host" in places else 0
+            if "host" in places:
+                await play.take(player, "host", which)
+            await play.take(player, "device", which)
     for _ in range(options.starts if "directory" in places else 0):
         async with served(cell, name, num_tokens, folder) as player:
             await player.turn([{"role": "user", "content": "Begin."}], "device")
             for which in range(2):
                 await play.take(player, "directory", which)
+                await play.take(player, "device", which)
     turns = {place: play.turns[place][NUM_SKIPPED[place] :] for place in places}
     _check(turns, options.new)
     model_ms = statistics.median(turn.steps_ms for turn in turns["device"])
