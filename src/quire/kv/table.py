@@ -65,7 +65,7 @@ class BlockTable:
         if num_tokens == 0:
             return 0
         num_appended = self.num_blocks_from(len(self.blocks), self.num_tokens + num_tokens)
-        return num_appended + self._must_copy()
+        return num_appended + (self._must_copy() if self.num_tokens else 0)
 
     def num_blocks_from(self, first: int, num_tokens: int) -> int:
         """Return the number of logical blocks from `first` on that num_tokens tokens occupy."""
