@@ -4,6 +4,7 @@ Only this file assigns columns of `RowTable`. Other files read them.
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,8 +30,7 @@ class RowChanges:
 class Rows:
     """Row table, running order, and changes since the last plan.
 
-    running: int64 [N], rows by priority, then arrival. free: a stack; the last one is taken first.
-    max_prefill: maximum tokens of a row in one step; 0 for no limit. num_stages: pipeline stages
+    free: a stack; the last one is taken first. max_prefill: maximum tokens of a row in one step; 0 for no limit. num_stages: pipeline stages
     of the model. With several, a row is planned only once the host knows its last token and can
     send it to the first stage.
     """
@@ -39,7 +39,9 @@ class Rows:
         self, num_rows: int, max_model_len: int, max_prefill: int = 0, num_stages: int = 1
     ) -> None:
         self.table = RowTable(num_rows, max_model_len)
-        self.running: Int64 = np.empty(0, np.int64)
+        self._in_order: Int64 = np.empty(0, np.int64)  # running rows, before the next two lists
+        self._joined: list[int] = []
+        self._left: list[int] = []  # empty while there are joined rows
         self.changes = RowChanges()
         self.free = list(range(num_rows - 1, -1, -1))
         self.num_trying = 0  # rows with drafts in flight
@@ -54,7 +56,14 @@ class Rows:
 
     @property
     def num_running(self) -> int:
-        return len(self.running)
+        return len(self._in_order) + len(self._joined) - len(self._left)
+
+    @property
+    def running(self) -> Int64:
+        """Running rows by priority, then arrival, int64 [N]."""
+        if self._left or self._joined:
+            self._update_order()
+        return self._in_order
 
     @property
     def last_running(self) -> Sequence:
@@ -141,10 +150,9 @@ class Rows:
         if stop_ids := request.stop_token_ids[:NUM_STOP_IDS]:
             table.stop_ids[row, : len(stop_ids)] = stop_ids
         self.hand_to(sequence)
-        others = self.running
-        self.running = np.concatenate((others, (row,)))
-        if len(others) and (sequence.priority, sequence.arrival) < self._order(others[-1]):
-            self._sort(self.running)
+        if self._left:
+            self._update_order()
+        self._joined.append(row)
         group = sequence.group
         if group is not None and not group.is_forked:
             for _ in range(group.num_members - 1):
@@ -182,33 +190,47 @@ class Rows:
 
     def run(self, rows: list[int]) -> None:
         """Add rows with recorded sequences to the running rows."""
-        self._sort(np.concatenate([self.running, np.asarray(rows, np.int64)]))
+        self._in_order = self._sorted(np.concatenate([self.running, np.asarray(rows, np.int64)]))
 
     def set_priority(self, rows: list[int], priority: int) -> None:
         """Change the priority of running rows."""
         self.table.priority[rows] = priority
-        self._sort(self.running)
+        self._in_order = self._sorted(self.running)
 
-    def _order(self, row: int) -> tuple[int, int]:
-        return int(self.table.priority[row]), int(self.table.arrival[row])
+    def _update_order(self) -> None:
+        """Remove the rows that have left, and sort in the rows that have joined. One update serves
+        all rows of a step."""
+        if self._left:
+            stays = np.ones(self.table.num_rows, bool)
+            stays[self._left] = False
+            self._in_order, self._left = self._in_order[stays[self._in_order]], []
+        if self._joined:
+            table, joined, self._joined = self.table, self._joined, []
+            last = [*self._in_order[-1:].tolist(), *joined]
+            ranks = zip(table.priority[last].tolist(), table.arrival[last].tolist(), strict=True)
+            is_sorted = all(one < other for one, other in pairwise(ranks))
+            running = np.concatenate((self._in_order, joined))
+            self._in_order = running if is_sorted else self._sorted(running)
 
-    def _sort(self, running: Int64) -> None:
+    def _sorted(self, running: Int64) -> Int64:
         table = self.table
-        self.running = running[np.lexsort((table.arrival[running], table.priority[running]))]
+        return running[np.lexsort((table.arrival[running], table.priority[running]))]
 
     def release(self, sequence: Sequence) -> None:
         """Release the row of a sequence. The sequence keeps its known tokens, and its pending
         tokens still arrive."""
         row, table = sequence.row, self.table
-        verified = int(table.verified[row])
-        sequence.num_pending_lost = int(table.total[row] - table.known[row]) - verified
-        self._forget_drafts(row)
-        sequence.saved_tokens = sequence.known_tokens.copy()
+        known, verified = table.known.item(row), table.verified.item(row)
+        sequence.num_pending_lost = table.total.item(row) - known - verified
+        if verified:
+            self._forget_drafts(row)
+        sequence.saved_tokens = table.tokens[row, :known].copy()
         sequence.row = -1
         table.sequences[row] = None
         table.epoch[row] += 1
-        [[at]] = (self.running == row).nonzero()
-        self.running = np.concatenate((self.running[:at], self.running[at + 1 :]))
+        if self._joined:
+            self._update_order()
+        self._left.append(row)
         self.free.append(row)
         changes = self.changes
         changes.released.append(row)
@@ -279,7 +301,7 @@ class Rows:
         self.num_trying -= not table.verified[row]
 
     def _forget_drafts(self, row: int) -> None:
-        self.num_trying -= bool(self.table.verified[row])
+        self.num_trying -= 1
         self.table.verified[row] = 0
         self.table.is_held[row] = False
 

@@ -207,11 +207,11 @@ class Sequence:
 
     @property
     def num_computed_tokens(self) -> int:
-        return int(self.table.computed[self.row]) if self.row >= 0 else 0
+        return self.table.computed.item(self.row) if self.row >= 0 else 0
 
     @property
     def num_known_tokens(self) -> int:
-        return int(self.table.known[self.row]) if self.row >= 0 else len(self.saved_tokens)
+        return self.table.known.item(self.row) if self.row >= 0 else len(self.saved_tokens)
 
     @property
     def known_tokens(self) -> Int32:
@@ -243,7 +243,7 @@ class Sequence:
     @property
     def num_drafts_in_flight(self) -> int:
         """Number of draft tokens in flight: the sequence shrinks by up to this number."""
-        return int(self.table.verified[self.row]) if self.row >= 0 else 0
+        return self.table.verified.item(self.row) if self.row >= 0 else 0
 
     def watch(self, watcher: Watcher) -> None:
         """Notify this watcher when the sequence ends."""
