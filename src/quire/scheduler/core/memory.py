@@ -202,8 +202,10 @@ class Memory:
     def fits_at_all(self, needs: Needs, reserved: Needs | None = None) -> bool:
         """Return whether this need fits into the pools together with the reserved blocks."""
         kept = self.reserved if reserved is None else reserved
-        pools = zip(needs, kept, self.kv.pools, strict=True)
-        return all(need + held <= pool.num_blocks for need, held, pool in pools)
+        for need, held, pool in zip(needs, kept, self.kv.pools, strict=True):
+            if need + held > pool.num_blocks:
+                return False
+        return True
 
     def excess(self, needs: Needs, share: float) -> Excess | None:
         """Return the first excess of this need over a share of the pools, or None. share: 0 to
