@@ -293,7 +293,7 @@ class Memory:
         for source, find in self._finding:
             if source.entries:
                 best = find(sequence, best)
-        return best or KVBlocks(0, tuple([] for _ in self.kv.groups))
+        return best or KVBlocks(0, tuple([[] for _ in self.kv.groups]))
 
     @property
     def can_prepare(self) -> bool:
@@ -314,7 +314,7 @@ class Memory:
         by cache group, or None if blocks are lacking."""
         if self.kv.has_states:
             self.kv.states.keep_states(sequence.blocks.tables, *self._states_to_keep(sequence, hit))
-        if hit.num_loads:
+        if hit.host and hit.num_loads:
             for listener in self.listeners:
                 listener.loaded(sequence, hit.num_tokens // self.block_size)
         appended = self.kv.allocate_slots(sequence.blocks, num_new, hit)
@@ -462,7 +462,8 @@ class Memory:
     def _note_copies(self, appended: Seq[Appended]) -> None:
         """Record which blocks the plan being made copies from."""
         for g, one in enumerate(appended):
-            self.copied += [(g, source) for source, _ in one.copies]
+            if one.copies:
+                self.copied += [(g, source) for source, _ in one.copies]
 
     # ---- removing names ----------------------------------------------------------------------
 

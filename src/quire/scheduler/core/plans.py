@@ -142,10 +142,9 @@ class PlanBuilder(Record):
     def add_blocks(self, row: int, appended: tuple[Appended, ...]) -> None:
         """Add the block-table entries and block copies of an allocation for a row."""
         for g, done in enumerate(appended):
-            for index, block_id in done.writes:
-                self.writes.append((g, row, index, block_id))
-            for source, destination in done.copies:
-                self.copies.append((g, row, source, destination))
+            self.writes += [(g, row, index, block_id) for index, block_id in done.writes]
+            if done.copies:
+                self.copies += [(g, row, source, to) for source, to in done.copies]
 
     def add_fork(self, fork: RowFork, blocks: SequenceBlocks) -> None:
         """Add a row that begins as a copy of its parent. Its writes repeat this plan's writes to

@@ -150,6 +150,9 @@ class WaitingQueue:
             found = self._classes[self._priorities[0]]
             if found.preempted:
                 return found.preempted[min(found.preempted)]
+            if len(found.new) == 1:
+                [policy] = found.new.values()
+                return policy.peek()
             if found.new:
                 return found.new[found.lowest.first(found.new, self.tenants.served)].peek()
             del self._classes[heapq.heappop(self._priorities)]
