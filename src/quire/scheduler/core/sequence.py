@@ -253,8 +253,8 @@ class Sequence:
     def stops_at(self, token_id: int) -> bool:
         """Return whether this token, the last known one, is an effective stop token. Before
         `min_tokens` outputs, stop tokens are ignored."""
-        enough = self.num_output_tokens >= self.request.params.min_tokens
-        return enough and token_id in self.request.stop_token_ids
+        is_stop = token_id in self.request.stop_token_ids
+        return is_stop and self.num_output_tokens >= self.request.params.min_tokens
 
     def is_over(self, token_id: int) -> bool:
         """Return whether this token, the last known one, ends the sequence by stop token or

@@ -21,6 +21,8 @@ from quire.scheduler.core.sequence import Int32, Int64, Sequence, State
 from quire.scheduler.decisions import OutputsBuilder
 from quire.scheduler.extra_outputs import take_candidates, take_extras
 
+LENGTH = Finish("length")
+
 
 class StepResults:
     """Application of step results to rows, memory and states of sequences."""
@@ -113,7 +115,7 @@ class StepResults:
             is_eos = token_id in sequence.request.eos_token_ids
             finish = Finish("stop", None if is_eos else token_id)
         else:
-            finish = Finish("length")
+            finish = LENGTH
         outputs.finish(sequence, finish)
         self._lifecycle.end(sequence, finish.reason, now)
 
