@@ -191,7 +191,10 @@ class Plan(FrozenRecord, frozen=True):
         """Rows that start with this plan and compute nothing in it."""
         if not self.started:
             return []
-        rows = np.array([start.row for start in self.started], np.int32)
+        started = [start.row for start in self.started]
+        if self.rows[-len(started) :].tolist() == started:  # as usual, all of them compute tokens
+            return []
+        rows = np.array(started, np.int32)
         found: list[int] = rows[~np.isin(rows, self.rows)].tolist()
         return found
 

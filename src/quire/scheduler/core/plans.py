@@ -67,9 +67,11 @@ class InFlightStep:
         """Sequences of row_sequences, by row."""
         return dict(zip(_leased(self.plan).tolist(), self.row_sequences.tolist(), strict=True))
 
-    def holders_of(self, rows: Seq[int]) -> dict[int, Sequence]:
+    def holders_of(self, rows: list[int]) -> dict[int, Sequence]:
         """Return the sequences of `holders` that hold one of these rows."""
-        leased = _leased(self.plan)
+        leased, last = _leased(self.plan), self.row_sequences[-len(rows) :]
+        if leased[-len(rows) :].tolist() == rows:  # as usual, the rows that began with the plan
+            return dict(zip(rows, last.tolist(), strict=True))
         [at] = np.isin(leased, np.array(rows, np.int32)).nonzero()
         return dict(zip(leased[at].tolist(), self.row_sequences[at].tolist(), strict=True))
 
