@@ -80,7 +80,7 @@ def extend_digests(
         data = tokens[i : i + width]
         if marks:
             data += marks_between(marks, first + i // 4, first + i // 4 + block_size)
-        parent = _next_digest(parent, data, block_hash)
+        parent = block_hash(parent + data).digest()
         digests.append(parent)
 
 
@@ -92,7 +92,7 @@ def extend_by_one(
 ) -> None:
     """Append the digest of the next block, without marks. token_ids: its tokens, [block_size]."""
     tokens = token_ids.astype(LITTLE_INT32, copy=False).tobytes()
-    digests.append(_next_digest(digests[-1] if digests else root, tokens, block_hash))
+    digests.append(block_hash((digests[-1] if digests else root) + tokens).digest())
 
 
 class KnownRuns:
@@ -148,11 +148,6 @@ class KnownRuns:
             oldest = next(iter(self._runs))
             del self._runs[oldest]
             self._num_bytes_left += len(oldest[1]) + RUN_BLOCKS * DIGEST_BYTES
-
-
-def _next_digest(parent: bytes, data: bytes, block_hash: BlockHash) -> bytes:
-    """Return the digest of a block. data: its tokens and marks."""
-    return block_hash(parent + data).digest()
 
 
 def _digest_strings(start: bytes, parts: Iterable[str]) -> bytes:

@@ -35,7 +35,7 @@ class KVBlocks(FrozenRecord, frozen=True):
     @property
     def num_loads(self) -> int:
         """The number of blocks to load, over all groups."""
-        return sum([len(found) for found in self.host])
+        return sum([len(found) for found in self.host]) if self.host else 0
 
 
 LOAD = -2

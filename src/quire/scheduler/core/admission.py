@@ -156,7 +156,7 @@ class Admission:
         builder.add_blocks(sequence.row, appended)
         self._grant(sequence, num_new, builder, found)
         memory.begin(sequence, hit, now)
-        if hit.host and hit.num_loads:
+        if hit.num_loads:
             self._load(sequence, builder)
         return num_new
 

@@ -188,7 +188,9 @@ class Memory:
     def fits(self, needs: Needs, reserve: int = 0) -> bool:
         """Return whether this need fits now and leaves `reserve` blocks of each group free. The
         reserve of a state group is capped, since a sequence needs no more states as it grows."""
-        return self.kv.fits(self._with_reserve(needs, reserve))
+        if reserve and self.kv.has_states:
+            needs, reserve = self._with_reserve(needs, reserve), 0
+        return self.kv.fits(needs, reserve)
 
     def could_fit(self, needs: Needs, reserve: int = 0, hit: Tables = ()) -> bool:
         """Return whether this need fits once all evictable blocks are evicted. hit: blocks, by
@@ -314,7 +316,7 @@ class Memory:
         by cache group, or None if blocks are lacking."""
         if self.kv.has_states:
             self.kv.states.keep_states(sequence.blocks.tables, *self._states_to_keep(sequence, hit))
-        if hit.host and hit.num_loads:
+        if hit.num_loads:
             for listener in self.listeners:
                 listener.loaded(sequence, hit.num_tokens // self.block_size)
         appended = self.kv.allocate_slots(sequence.blocks, num_new, hit)

@@ -52,8 +52,11 @@ class InFlightStep:
     @classmethod
     def of(cls, plan: Plan, table: RowTable, shared: list[SharedBlocks]) -> Self:
         """Return the record of a new plan."""
-        rows, samples = _leased(plan).astype(np.int64), plan.sample_rows.astype(np.int64)
+        leased, samples = _leased(plan), plan.sample_rows.astype(np.int64)
+        rows = samples if leased is plan.sample_rows else leased.astype(np.int64)
         epochs, sequences = table.epoch[rows], table.sequences[rows]
+        if rows is samples:  # as usual, all rows sample
+            return cls(plan, epochs, sequences, epochs, sequences, shared)
         return cls(plan, epochs, sequences, table.epoch[samples], table.sequences[samples], shared)
 
     @property
