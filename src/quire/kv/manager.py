@@ -398,7 +398,8 @@ class KVManager:
         return found
 
     def free(self, sequence: SequenceBlocks) -> None:
-        self.set_evictable(sequence, False)
+        if sequence.is_evictable:
+            self.set_evictable(sequence, False)
         for table in sequence.tables:
             table.free()
         sequence.num_indexed = 0

@@ -133,10 +133,11 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Add a new sequence."""
         waits, name = self._class_of(sequence), sequence.request.tenant
-        if name not in waits.new:
-            waits.new[name] = self._make_policy(self._progress)
+        policy = waits.new.get(name)
+        if policy is None:
+            policy = waits.new[name] = self._make_policy(self._progress)
             waits.lowest.add(name, self.tenants.served(name))
-        waits.new[name].push(sequence)
+        policy.push(sequence)
         self._num += 1
 
     def requeue(self, sequence: Sequence) -> None:
@@ -162,8 +163,9 @@ class WaitingQueue:
         """Remove a sequence that was admitted or has ended."""
         found, name = self._classes[sequence.priority], sequence.request.tenant
         if found.preempted.pop(sequence.arrival, None) is None:
-            found.new[name].remove(sequence)
-            if not len(found.new[name]):
+            policy = found.new[name]
+            policy.remove(sequence)
+            if not len(policy):
                 del found.new[name]
                 found.lowest.remove(name)
         self._num -= 1

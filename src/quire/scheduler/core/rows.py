@@ -82,7 +82,9 @@ class Rows:
         """Return the number of tokens that each of these rows could compute now, int64 [N]."""
         table = self.table
         bound = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
-        need: Int64 = np.minimum(bound - table.computed[rows], self._max_prefill)
+        need: Int64 = bound - table.computed[rows]
+        if self._max_prefill < NEVER:
+            need = np.minimum(need, self._max_prefill)
         if self.num_trying:
             need[table.is_held[rows]] = 0
         if self.num_stages > 1:

@@ -162,5 +162,6 @@ def _name_rows(step: InFlightStep, outputs: OutputsBuilder) -> None:
     named = [start.row for start in plan.started] + [fork.child for fork in plan.forked]
     holders = step.holders_of(named)
     for row in named:
-        if row in holders and not holders[row].is_beam:
-            outputs.name_row(row, holders[row])
+        holder = holders.get(row)
+        if holder is not None and not holder.is_beam:
+            outputs.name_row(row, holder)
