@@ -15,7 +15,7 @@ from quire.ops.host.native_types import Core
 if TYPE_CHECKING:
     import torch
 
-INTERFACE_VERSION = 29
+INTERFACE_VERSION = 30
 
 _HOW_TO_BUILD = (
     "Everything works, but slower on a CPU. Install a C++17 compiler (Debian and Ubuntu:"

@@ -174,9 +174,7 @@ class MissReports(HitSource, CacheListener):
 
     # ---- reports -----------------------------------------------------------------------------
 
-    def _report(
-        self, sequence: Sequence, first: bytes, hit: KVBlocks, now: float
-    ) -> PrefixReport:
+    def _report(self, sequence: Sequence, first: bytes, hit: KVBlocks, now: float) -> PrefixReport:
         """Return the report of a new request's prompt: its hit by location, and the reason of its
         miss. first: the tokens of its first block."""
         size, num_tokens = self._kv.block_size, hit.num_tokens
