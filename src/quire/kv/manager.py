@@ -102,6 +102,7 @@ class KVManager:
         self.loads: list[Copies] = []  # loads of the plan being made, by group
         self.block_bytes = tuple(block_bytes)
         self.states = States(groups, self.pools)
+        self.has_states = len(self.states.groups) > 0  # whether there are `state` groups
         # Groups that drop blocks while a sequence grows
         self._dropping = tuple(g for g, group in enumerate(groups) if not group.keeps_all)
 
@@ -290,11 +291,6 @@ class KVManager:
         source.append(host_block)
         destination.append(block_id)
         return block_id
-
-    @property
-    def has_states(self) -> bool:
-        """Whether there are `state` groups."""
-        return len(self.states.groups) > 0
 
     def take_loads(self) -> list[Copies]:
         """Return the loads of the last hit, by cache group, and clear them."""

@@ -11,20 +11,19 @@ index. A window group's table drops blocks that left the window: their entries b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
+from quire.base.plan import Record
 from quire.kv.pool import BlockPool
 
 NULL = -1
 
 
-@dataclass(slots=True)
-class Appended:
+class Appended(Record):
     """Changes of a table by an append."""
 
-    writes: list[tuple[int, int]] = field(default_factory=list)  # (logical index, block id)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
+    writes: list[tuple[int, int]] = []  # (logical index, block id)
+    copies: list[tuple[int, int]] = []  # (source, destination)
 
 
 class BlockTable:

@@ -103,6 +103,7 @@ class Memory:
         sizes = [pool.num_blocks for group, pool in pairs if group.kind != STATE]
         num_blocks = min(sizes or [pool.num_blocks for pool in kv.pools])
         self.kv = kv
+        self.block_size = kv.block_size
         self.rates = MeasuredRates()
         self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
         digester = digester or Digester()
@@ -165,10 +166,6 @@ class Memory:
         """Whether a sequence may begin within a block by name. A state is stored only after a full
         block."""
         return self.kv.enable_prefix_caching and not {STATE, STEP} & set(self._kinds)
-
-    @property
-    def block_size(self) -> int:
-        return self.kv.block_size
 
     # ---- other limits of a plan --------------------------------------------------------------
 
