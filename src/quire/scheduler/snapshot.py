@@ -81,7 +81,7 @@ OMITTED = types.MappingProxyType(  # the continuing run supplies these
         "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
         "Memory": ("listeners", "_finding", "_begun", "_named", "_copying", "_planned", "_limits",
                    "_grants", "_lasting", "_preparing"),
-        "MissReports": ("_publish", "_last", "_open", "_young", "_old"),
+        "MissReports": ("_publish", "_last", "_open", "_young", "_old", "_evicted", "_num_evicted"),
     }
 )  # fmt: skip
 VOCABULARY = (

@@ -203,5 +203,6 @@ class PlanBuilder(Record):
         """Return the scheduled rows and their numbers of tokens, both int64 [num_rows]."""
         if len(self.rows) == 1 and not self.admitted:
             return self.rows[0], self.num_tokens[0]
-        rows, num_tokens = np.array(self.admitted, np.int64).reshape(-1, 2).T
-        return np.concatenate([*self.rows, rows]), np.concatenate([*self.num_tokens, num_tokens])
+        rows, num_tokens = zip(*self.admitted, strict=True) if self.admitted else ((), ())
+        last, num_last = np.array(rows, np.int64), np.array(num_tokens, np.int64)
+        return np.concatenate((*self.rows, last)), np.concatenate((*self.num_tokens, num_last))

@@ -115,6 +115,8 @@ class MissReports(HitSource, CacheListener):
         self._last = deque[Remembered](maxlen=MAX_COMPARED)
         self._open: dict[int, Remembered] = {}  # by arrival
         self._young, self._old = Generation(), Generation()
+        self._evicted = deque[tuple[float, list[bytes]]]()  # times and names not in `lost_s` yet
+        self._num_evicted = 0
 
     def _enter_prompt(self, sequence: Sequence, first: bytes) -> None:
         """Remember the prompt of an admitted request. first: the tokens of its first block."""
@@ -167,10 +169,21 @@ class MissReports(HitSource, CacheListener):
         kv = self._kv
         for pool in (*kv.pools, *kv.host_pools):
             if pool.lost:
-                young, old = self._young.by_digest, self._old.by_digest
-                known = [digest for digest in pool.lost if digest in young or digest in old]
-                self._young.lost_s.update(dict.fromkeys(known, now))
+                self._evicted.append((now, list(pool.lost)))
+                self._num_evicted += len(pool.lost)
                 pool.lost.clear()
+        while self._num_evicted > 2 * self._max_young:  # their prompts are forgotten, too
+            _, names = self._evicted.popleft()
+            self._num_evicted -= len(names)
+
+    def _note_evictions(self) -> None:
+        """Note the times at which known blocks were evicted, which only some reports need."""
+        young, old = self._young.by_digest, self._old.by_digest
+        for at_s, names in self._evicted:
+            known = [digest for digest in names if digest in young or digest in old]
+            self._young.lost_s.update(dict.fromkeys(known, at_s))
+        self._evicted.clear()
+        self._num_evicted = 0
 
     # ---- reports -----------------------------------------------------------------------------
 
@@ -222,6 +235,7 @@ class MissReports(HitSource, CacheListener):
         tier = kv.tier
         if tier and all(tier.lookup(g, digest) is not None for g in range(len(kv.groups))):
             return near | {"miss": COSTLY}
+        self._note_evictions()
         at_s = self._young.lost_s.get(digest, self._old.lost_s.get(digest))
         return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}
 
