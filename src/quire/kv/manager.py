@@ -492,7 +492,6 @@ class KVManager:
 
 
 def fit(needs: Iterable[int], pools: Iterable[BlockPool], reserve: int = 0) -> bool:
-    for need, pool in zip(needs, pools, strict=True):
-        if need + reserve > pool.num_free:
-            return False
-    return True
+    pairs = zip(needs, pools, strict=True)
+    lacking = [pool for need, pool in pairs if need + reserve > pool.num_free]
+    return not lacking

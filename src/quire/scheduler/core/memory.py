@@ -201,10 +201,9 @@ class Memory:
     def fits_at_all(self, needs: Needs, reserved: Needs | None = None) -> bool:
         """Return whether this need fits into the pools together with the reserved blocks."""
         kept = self.reserved if reserved is None else reserved
-        for need, held, pool in zip(needs, kept, self.kv.pools, strict=True):
-            if need + held > pool.num_blocks:
-                return False
-        return True
+        pools = zip(needs, kept, self.kv.pools, strict=True)
+        lacking = [pool for need, held, pool in pools if need + held > pool.num_blocks]
+        return not lacking
 
     def excess(self, needs: Needs, share: float) -> Excess | None:
         """Return the first excess of this need over a share of the pools, or None. share: 0 to

@@ -4,7 +4,6 @@ Only this file assigns columns of `RowTable`. Other files read them.
 """
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -30,9 +29,9 @@ class RowChanges:
 class Rows:
     """Row table, running order, and changes since the last plan.
 
-    free: a stack; the last one is taken first. max_prefill: maximum tokens of a row in one step; 0 for no limit. num_stages: pipeline stages
-    of the model. With several, a row is planned only once the host knows its last token and can
-    send it to the first stage.
+    free: a stack; the last one is taken first. max_prefill: maximum tokens of a row in one step; 0
+    for no limit. num_stages: pipeline stages of the model. With several, a row is planned only once
+    the host knows its last token and can send it to the first stage.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Rows:
         self.table = RowTable(num_rows, max_model_len)
         self._in_order: Int64 = np.empty(0, np.int64)  # running rows, before the next two lists
         self._joined: list[int] = []
-        self._left: list[int] = []  # empty while there are joined rows
+        self._left: list[int] = []  # may list joined rows, too
         self.changes = RowChanges()
         self.free = list(range(num_rows - 1, -1, -1))
         self.num_trying = 0  # rows with drafts in flight
@@ -135,6 +134,8 @@ class Rows:
         """Give a sequence a row, and reserve rows for the missing members of its group. Return the
         row's start for the plan. is_indexed: whether its full blocks enter the index."""
         table, request, params = self.table, sequence.request, sequence.params
+        if self._left:
+            self._update_order()  # since the row may have left
         row = sequence.row = self.free.pop()
         known = sequence.saved_tokens
         table.tokens[row, : len(known)] = known
@@ -152,8 +153,6 @@ class Rows:
         if stop_ids := request.stop_token_ids[:NUM_STOP_IDS]:
             table.stop_ids[row, : len(stop_ids)] = stop_ids
         self.hand_to(sequence)
-        if self._left:
-            self._update_order()
         self._joined.append(row)
         group = sequence.group
         if group is not None and not group.is_forked:
@@ -200,19 +199,20 @@ class Rows:
         self._in_order = self._sorted(self.running)
 
     def _update_order(self) -> None:
-        """Remove the rows that have left, and sort in the rows that have joined. One update serves
+        """Sort in the rows that have joined, and remove the rows that have left. One update serves
         all rows of a step."""
-        if self._left:
-            stays = np.ones(self.table.num_rows, bool)
-            stays[self._left] = False
-            self._in_order, self._left = self._in_order[stays[self._in_order]], []
+        table, running = self.table, self._in_order
         if self._joined:
-            table, joined, self._joined = self.table, self._joined, []
-            last = [*self._in_order[-1:].tolist(), *joined]
-            ranks = zip(table.priority[last].tolist(), table.arrival[last].tolist(), strict=True)
-            is_sorted = all(one < other for one, other in pairwise(ranks))
-            running = np.concatenate((self._in_order, joined))
-            self._in_order = running if is_sorted else self._sorted(running)
+            last = [*running[-1:].tolist(), *self._joined]
+            running = np.concatenate((running, self._joined))
+            ranks = [*zip(table.priority[last].tolist(), table.arrival[last].tolist(), strict=True)]
+            if ranks != sorted(ranks):
+                running = self._sorted(running)
+        if self._left:
+            stays = np.ones(table.num_rows, bool)
+            stays[self._left] = False
+            running = running[stays[running]]
+        self._in_order, self._joined, self._left = running, [], []
 
     def _sorted(self, running: Int64) -> Int64:
         table = self.table
@@ -230,8 +230,6 @@ class Rows:
         sequence.row = -1
         table.sequences[row] = None
         table.epoch[row] += 1
-        if self._joined:
-            self._update_order()
         self._left.append(row)
         self.free.append(row)
         changes = self.changes
