@@ -12,7 +12,7 @@ from quire.base.plan import Plan, StepResult
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
-from quire.ops.host.block_digests import chain_of
+from quire.ops.host.native import chain_of
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester
 from quire.scheduler.core.queue import Fifo, MakePolicy

@@ -5,16 +5,15 @@ import hashlib
 import numpy as np
 import pytest
 
-from quire.kv.digest import extend_by_one, extend_digests
-from quire.ops.host.block_digests import Chain, chain_of
-from quire.ops.host.native import core
+from quire.kv.digest import BlockChain, extend_by_one, extend_digests
+from quire.ops.host.native import chain_of, core
 from quire.scheduler.core.names import Digester
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core was not built")
 RNG = np.random.default_rng(7)
 
 
-def sha256_chain() -> Chain:
+def sha256_chain() -> BlockChain:
     found = chain_of(hashlib.sha256)
     assert found is not None
     return found

@@ -209,7 +209,6 @@ ALLOWED_NAMES = {
     "is_held_back", "keep_s", "pin_s",  # of requests
     "live", "live_blocks",  # of block tables
     "_states_to_keep", "has_held", "held", "holds", "is_held", "keep_states",
-    "loading_is_cheaper",
 }  # fmt: skip
 
 

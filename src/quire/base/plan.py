@@ -194,9 +194,7 @@ class Plan(FrozenRecord, frozen=True):
         started = [start.row for start in self.started]
         if self.rows[-len(started) :].tolist() == started:  # as usual, all of them compute tokens
             return []
-        rows = np.array(started, np.int32)
-        found: list[int] = rows[~np.isin(rows, self.rows)].tolist()
-        return found
+        return [row for row in started if row not in self.rows]
 
     @property
     def sample_sources(self) -> Int32:

@@ -100,11 +100,14 @@ def extend_by_one(
     chain: BlockChain | None = None,
 ) -> None:
     """Append the digest of the next block, without marks. token_ids: its tokens, [block_size]."""
-    tokens = token_ids.astype(LITTLE_INT32, copy=False).tobytes()
+    tokens, parent = (
+        token_ids.astype(LITTLE_INT32, copy=False).tobytes(),
+        digests[-1] if digests else root,
+    )
     if chain is not None:
-        digests += chain(digests[-1] if digests else root, tokens, len(tokens))
-        return
-    digests.append(block_hash((digests[-1] if digests else root) + tokens).digest())
+        digests += chain(parent, tokens, len(tokens))
+    else:
+        digests.append(block_hash(parent + tokens).digest())
 
 
 class KnownRuns:

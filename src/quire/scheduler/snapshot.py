@@ -63,6 +63,7 @@ from quire.scheduler.media import encoder_cache, media_inputs
 from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import (
     held,
+    index_changes,
     keeping,
     miss_report,
     offers,
@@ -90,10 +91,10 @@ VOCABULARY = (
 )  # fmt: skip
 OWNERS = (
     adapter_waits, host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals,
-    beams, branching, drafts, encoder_cache, failures, held, keeping, lifecycle, media_inputs,
-    memory, miss_report, names, offers, partial_blocks, pinned, pins, planning, plans, preemption,
-    queue, rows, scheduler, sequence, srtf, steering, step_results, stores, suspects, tenants,
-    time_limits, two_level,
+    beams, branching, drafts, encoder_cache, failures, held, index_changes, keeping, lifecycle,
+    media_inputs, memory, miss_report, names, offers, partial_blocks, pinned, pins, planning, plans,
+    preemption, queue, rows, scheduler, sequence, srtf, steering, step_results, stores, suspects,
+    tenants, time_limits, two_level,
 )  # fmt: skip
 
 

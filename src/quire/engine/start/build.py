@@ -72,7 +72,7 @@ from quire.models.checkpoint.source import (
     resolve_model,
     resolve_source,
 )
-from quire.ops.host.block_digests import chain_of
+from quire.ops.host.native import chain_of
 from quire.ops.host.threads import num_threads
 from quire.ops.host.torch_import import import_torch
 from quire.render.renderer import Renderer

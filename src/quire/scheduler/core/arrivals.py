@@ -90,8 +90,7 @@ class Arrivals:
     def add(self, request: Request, now: float) -> None:
         """Check a request and queue it. Raise RequestError if it can never be served, and
         EngineBusy if it cannot be served now."""
-        sequence, concerned = self._accept(request, now)
-        self._enter(sequence, concerned, now)
+        self._enter(*self._accept(request, now), now)
 
     def _accept(self, request: Request, now: float) -> tuple[Sequence, Seq[Extension]]:
         """Check a request. Return its sequence, and the extensions that it concerns."""
@@ -143,7 +142,6 @@ class Arrivals:
             blocks=self._memory.new_sequence(),
             root=self._memory.names.root(request, num, self._num_arrivals),
             table=self._rows.table,
-            # Half the time of `np.asarray` of a list
             saved_tokens=np.frombuffer(array("i", request.prompt_token_ids), np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,

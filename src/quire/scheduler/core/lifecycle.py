@@ -301,17 +301,15 @@ class Lifecycle:
         self.events.append(Preempted(now, request_id, for_request_id, num_lost, is_swapped))
 
     def _end_request(self, sequence: Sequence, reason: str, now: float) -> None:
-        request, group = sequence.request, sequence.group
+        request, members = sequence.request, sequence.members
         request_id, is_search = request.request_id, request.params.use_beam_search
         del self.sequences[request_id]
         self.queue.tenants.leave(request.tenant)
         self.searches.discard(request_id)
-        num_tokens, num_results = sequence.num_output_tokens, 1
-        if group is not None:
-            num_tokens = sum([member.num_output_tokens for member in group.members])
-            num_results = len(group.members)
-        if group is not None and group.search is not None:
-            results = group.results
+        num_tokens = sum([member.num_output_tokens for member in members])
+        num_results = len(members)
+        if sequence.group is not None and sequence.group.search is not None:
+            results = sequence.group.results
             num_tokens = sum(len(found.token_ids) for found in results)
             num_results = len(results) or request.params.n
         self.events.append(Finished(now, request_id, reason, num_tokens, num_results, is_search))

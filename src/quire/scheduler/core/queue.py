@@ -133,11 +133,10 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Add a new sequence."""
         waits, name = self._class_of(sequence), sequence.request.tenant
-        policy = waits.new.get(name)
-        if policy is None:
-            policy = waits.new[name] = self._make_policy(self._progress)
+        if name not in waits.new:
+            waits.new[name] = self._make_policy(self._progress)
             waits.lowest.add(name, self.tenants.served(name))
-        policy.push(sequence)
+        waits.new[name].push(sequence)
         self._num += 1
 
     def requeue(self, sequence: Sequence) -> None:
@@ -152,8 +151,7 @@ class WaitingQueue:
             if found.preempted:
                 return found.preempted[min(found.preempted)]
             if len(found.new) == 1:
-                [policy] = found.new.values()
-                return policy.peek()
+                return next(iter(found.new.values())).peek()
             if found.new:
                 return found.new[found.lowest.first(found.new, self.tenants.served)].peek()
             del self._classes[heapq.heappop(self._priorities)]
@@ -163,9 +161,8 @@ class WaitingQueue:
         """Remove a sequence that was admitted or has ended."""
         found, name = self._classes[sequence.priority], sequence.request.tenant
         if found.preempted.pop(sequence.arrival, None) is None:
-            policy = found.new[name]
-            policy.remove(sequence)
-            if not len(policy):
+            found.new[name].remove(sequence)
+            if not len(found.new[name]):
                 del found.new[name]
                 found.lowest.remove(name)
         self._num -= 1

@@ -38,9 +38,8 @@ class Rows:
         self, num_rows: int, max_model_len: int, max_prefill: int = 0, num_stages: int = 1
     ) -> None:
         self.table = RowTable(num_rows, max_model_len)
-        self._in_order: Int64 = np.empty(0, np.int64)  # running rows, before the next two lists
-        self._joined: list[int] = []
-        self._left: list[int] = []  # may list joined rows, too
+        self._in_order: Int64 = np.empty(0, np.int64)  # running rows, before these have changed:
+        self._joined, self._left = list[int](), list[int]()
         self.changes = RowChanges()
         self.free = list(range(num_rows - 1, -1, -1))
         self.num_trying = 0  # rows with drafts in flight
@@ -81,9 +80,7 @@ class Rows:
         """Return the number of tokens that each of these rows could compute now, int64 [N]."""
         table = self.table
         bound = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
-        need: Int64 = bound - table.computed[rows]
-        if self._max_prefill < NEVER:
-            need = np.minimum(need, self._max_prefill)
+        need: Int64 = np.minimum(bound - table.computed[rows], self._max_prefill)
         if self.num_trying:
             need[table.is_held[rows]] = 0
         if self.num_stages > 1:
@@ -215,8 +212,7 @@ class Rows:
         self._in_order, self._joined, self._left = running, [], []
 
     def _sorted(self, running: Int64) -> Int64:
-        table = self.table
-        return running[np.lexsort((table.arrival[running], table.priority[running]))]
+        return running[np.lexsort((self.table.arrival[running], self.table.priority[running]))]
 
     def release(self, sequence: Sequence) -> None:
         """Release the row of a sequence. The sequence keeps its known tokens, and its pending

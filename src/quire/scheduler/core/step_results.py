@@ -21,8 +21,6 @@ from quire.scheduler.core.sequence import Int32, Int64, Sequence, State
 from quire.scheduler.decisions import OutputsBuilder
 from quire.scheduler.extra_outputs import take_candidates, take_extras
 
-LENGTH = Finish("length")
-
 
 class StepResults:
     """Application of step results to rows, memory and states of sequences."""
@@ -115,7 +113,7 @@ class StepResults:
             is_eos = token_id in sequence.request.eos_token_ids
             finish = Finish("stop", None if is_eos else token_id)
         else:
-            finish = LENGTH
+            finish = Finish("length")
         outputs.finish(sequence, finish)
         self._lifecycle.end(sequence, finish.reason, now)
 
@@ -162,6 +160,5 @@ def _name_rows(step: InFlightStep, outputs: OutputsBuilder) -> None:
     named = [start.row for start in plan.started] + [fork.child for fork in plan.forked]
     holders = step.holders_of(named)
     for row in named:
-        holder = holders.get(row)
-        if holder is not None and not holder.is_beam:
-            outputs.name_row(row, holder)
+        if row in holders and not holders[row].is_beam:
+            outputs.name_row(row, holders[row])
