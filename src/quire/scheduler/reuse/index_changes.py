@@ -1,10 +1,10 @@
 """The prefix index: hits by name, and its changes as data.
 
-Changes are names that were added to and removed from pools. They are only recorded for a subscriber (`Scheduler.subscribe`). Pools then record names as they
-add and remove them, in order. The tokens and the predecessor of a name come from the sequences
-whose blocks are named, in the same call of a door. Both are returned unprocessed (`IndexDelta`),
-which takes the core hardly any time. The subscriber combines them in its own thread
-(`engine/attachments/event_encoding.py`).
+Changes are names that were added to and removed from pools. They are only recorded for a subscriber
+(`Scheduler.subscribe`). Pools then record names as they add and remove them, in order. The tokens
+and the predecessor of a name come from the sequences whose blocks are named, in the same call of a
+door. Both are returned unprocessed (`IndexDelta`), which takes the core hardly any time. The
+subscriber combines them in its own thread (`engine/attachments/event_encoding.py`).
 
 A change is reported when its plan is made, as the index itself changes then. If the step fails, the
 names are removed again, which is an ordinary change.
