@@ -21,6 +21,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "block_digests.h"
 #include "find_runs.h"
 #include "head_products.h"
 #include "linear.h"
@@ -38,7 +39,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 29;
+constexpr int kInterfaceVersion = 30;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -108,6 +109,21 @@ void find_runs(Address tokens, int64_t token_stride, Address rows, Address lengt
                int64_t min_length, int64_t max_length, int64_t searched, Address places) {
     quire::find_runs(as<const int32_t*>(tokens), token_stride, as<ConstInts>(rows),
                      as<ConstInts>(lengths), count, min_length, max_length, searched, as<Ints>(places));
+}
+
+nb::list chain_digests(nb::bytes parent, nb::bytes blocks, size_t block_bytes) {
+    if (parent.size() != quire::kDigestBytes || block_bytes == 0 || blocks.size() % block_bytes != 0)
+        throw nb::value_error("needs a parent of 32 bytes, and whole blocks");
+    const size_t num_blocks = blocks.size() / block_bytes;
+    std::vector<uint8_t> digests(num_blocks * quire::kDigestBytes);
+    quire::chain_digests(static_cast<const uint8_t*>(parent.data()),
+                         static_cast<const uint8_t*>(blocks.data()), num_blocks, block_bytes,
+                         digests.data());
+    nb::list found;
+    for (size_t i = 0; i < digests.size(); i += quire::kDigestBytes) {
+        found.append(nb::bytes(digests.data() + i, quire::kDigestBytes));
+    }
+    return found;
 }
 
 void apply_masks(Address logits, Address places, Address words, int64_t count, int64_t vocab,
@@ -514,6 +530,9 @@ NB_MODULE(_core, m) {
     m.def("token_rank", &token_rank, Unlocked());
     m.def("choose", &choose, Unlocked());
     m.def("apply_masks", &apply_masks, Unlocked());
+    m.def("chain_digests", &chain_digests,
+          nb::sig("def chain_digests(parent: bytes, blocks: bytes, block_bytes: int, /)"
+                  " -> list[bytes]"));
     m.def("find_runs", &find_runs, Unlocked());
     m.def("gather_step", &gather_step, nb::kw_only(), "wide"_a, "narrow"_a, "tokens"_a,
           "token_stride"_a, "computed"_a, "rows"_a, "num_tokens"_a, "num_rows"_a, "tables"_a,

@@ -1,5 +1,6 @@
 """A scheduler without a model: an executor that answers every plan with random tokens."""
 
+import hashlib
 from collections import deque
 from collections.abc import Callable
 
@@ -11,7 +12,9 @@ from quire.base.plan import Plan, StepResult
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
+from quire.ops.host.native import chain_of
 from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.names import Digester
 from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.scheduler import Scheduler
 from quire.spec.cache_group import CacheGroup
@@ -60,7 +63,8 @@ def dry_run(
     plans."""
     group = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
     kv = KVManager((group,), (num_blocks,), block_size, enable_prefix_caching)
-    memory = Memory(kv, config.max_num_batched_tokens or 0)
+    digester = Digester(chain=chain_of(hashlib.sha256))  # as in the engine
+    memory = Memory(kv, config.max_num_batched_tokens or 0, digester=digester)
     scheduler = Scheduler(memory, config, max_model_len, make_policy)
     return scheduler, RandomExecutor(seed)
 

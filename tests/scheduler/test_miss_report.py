@@ -275,3 +275,17 @@ def test_a_prompt_without_a_hit_or_a_miss_is_not_announced_to_its_client() -> No
         event.report for event in scheduler.schedule(0.0).events if isinstance(event, PrefixFound)
     ]
     assert not report.miss and not scheduler.lifecycle.admitted
+
+
+def test_times_of_evictions_are_known_later_and_few_are_stored() -> None:
+    """They are looked up when a report needs one; the oldest are forgotten."""
+    scheduler = scheduler_of(num_blocks=12)
+    scheduler.misses._max_young = 16
+    ask(scheduler, "a", TEXT[:30], now=1.0)
+    ask(scheduler, "b", list(range(40)), now=5.0)
+    assert ask(scheduler, "c", TEXT[:30], now=7.0).lost_s == 2.0
+    for i in range(20):
+        ask(scheduler, f"r{i}", list(range(1000 * i, 1000 * i + 40)), now=10.0 + i)
+        history = scheduler.misses
+        assert history._num_evicted == sum(len(names) for _, names in history._evicted) <= 32
+    assert ask(scheduler, "d", list(range(18_000, 18_041)), now=31.0).lost_s == 2.0

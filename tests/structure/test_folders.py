@@ -40,7 +40,7 @@ BUDGETS = {
     "engine/recording": 870,
     "engine/start": 1170,
     "engine/wire": 1080,
-    "kv": 1990,
+    "kv": 2000,
     "models": 1290,
     "models/checkpoint": 1170,
     "models/encoders": 260,
@@ -59,7 +59,7 @@ BUDGETS = {
     "ops/attention": 3380,
     "ops/blocks": 660,
     "ops/collectives": 430,
-    "ops/host": 940,
+    "ops/host": 950,
     "ops/kernels": 4120,
     "ops/kernels/attention": 4340,
     "ops/kernels/products": 830,
@@ -84,12 +84,12 @@ BUDGETS = {
     "runner/sampling": 1120,
     "runner/setup": 790,
     "runner/warm": 1060,
-    "scheduler": 1890,
+    "scheduler": 1900,
     "scheduler/branching": 390,
-    "scheduler/core": 3840,
+    "scheduler/core": 3830,
     "scheduler/media": 390,
     "scheduler/policy": 350,
-    "scheduler/reuse": 2620,
+    "scheduler/reuse": 2680,
     "serve": 2930,
     "serve/anthropic": 950,
     "serve/batches": 2320,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 907, 132_300
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 907, 132_370
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
@@ -209,7 +209,6 @@ ALLOWED_NAMES = {
     "is_held_back", "keep_s", "pin_s",  # of requests
     "live", "live_blocks",  # of block tables
     "_states_to_keep", "has_held", "held", "holds", "is_held", "keep_states",
-    "loading_is_cheaper",
 }  # fmt: skip
 
 

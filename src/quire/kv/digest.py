@@ -33,6 +33,9 @@ class HasDigest(Protocol):
 
 
 BlockHash = Callable[[bytes], HasDigest]
+# Digests of consecutive blocks without marks, given the digest before them, their tokens, and the
+# bytes of tokens per block. It is a faster form of a `BlockHash`.
+BlockChain = Callable[[bytes, bytes, int], list[bytes]]
 LITTLE_INT32 = np.dtype("<i4")
 RUN_BLOCKS = 64
 MAX_RUN_BYTES = 20 << 20  # of all remembered runs: 2.2 million tokens in blocks of 16 tokens
@@ -68,19 +71,24 @@ def extend_digests(
     num_blocks: int,
     block_hash: BlockHash = hashlib.sha256,
     marks: Seq[Mark] = (),
+    chain: BlockChain | None = None,
 ) -> None:
     """Append digests in place until there are `num_blocks`, for token_ids of shape [num_tokens].
-    num_tokens is at least num_blocks * block_size. marks: the marks of all tokens, in order."""
+    num_tokens is at least num_blocks * block_size. marks: the marks of all tokens, in order. chain:
+    a faster form of block_hash."""
     if len(digests) >= num_blocks:
         return
     parent = digests[-1] if digests else root
     first, end = len(digests) * block_size, num_blocks * block_size
     tokens, width = token_ids[first:end].astype(LITTLE_INT32, copy=False).tobytes(), 4 * block_size
+    if chain is not None and not marks:
+        digests += chain(parent, tokens, width)
+        return
     for i in range(0, len(tokens), width):
         data = tokens[i : i + width]
         if marks:
             data += marks_between(marks, first + i // 4, first + i // 4 + block_size)
-        parent = _next_digest(parent, data, block_hash)
+        parent = block_hash(parent + data).digest()
         digests.append(parent)
 
 
@@ -89,23 +97,33 @@ def extend_by_one(
     root: bytes,
     token_ids: npt.NDArray[np.int32],
     block_hash: BlockHash = hashlib.sha256,
+    chain: BlockChain | None = None,
 ) -> None:
     """Append the digest of the next block, without marks. token_ids: its tokens, [block_size]."""
-    tokens = token_ids.astype(LITTLE_INT32, copy=False).tobytes()
-    digests.append(_next_digest(digests[-1] if digests else root, tokens, block_hash))
+    tokens, parent = (
+        token_ids.astype(LITTLE_INT32, copy=False).tobytes(),
+        digests[-1] if digests else root,
+    )
+    if chain is not None:
+        digests += chain(parent, tokens, len(tokens))
+    else:
+        digests.append(block_hash(parent + tokens).digest())
 
 
 class KnownRuns:
     """Digests of runs of RUN_BLOCKS blocks without marks, least recently used first.
 
     A run is named by the digest before it and its tokens, so equal names have equal digests.
-    block_hash: hash function of all runs. max_bytes: maximum memory of all runs.
+    block_hash, chain: hash function of all runs. max_bytes: maximum memory of all runs.
     """
 
     def __init__(
-        self, block_hash: BlockHash = hashlib.sha256, max_bytes: int = MAX_RUN_BYTES
+        self,
+        block_hash: BlockHash = hashlib.sha256,
+        max_bytes: int = MAX_RUN_BYTES,
+        chain: BlockChain | None = None,
     ) -> None:
-        self._block_hash, self._num_bytes_left = block_hash, max_bytes
+        self._block_hash, self._chain, self._num_bytes_left = block_hash, chain, max_bytes
         self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}
 
     def __len__(self) -> int:
@@ -123,14 +141,14 @@ class KnownRuns:
     ) -> None:
         """Append digests as `extend_digests` does, for token_ids of shape [num_tokens], but hash
         only unknown runs."""
-        size, block_hash = block_size, self._block_hash
+        size, block_hash, chain = block_size, self._block_hash, self._chain
         first = -(-len(digests) // RUN_BLOCKS) * RUN_BLOCKS
         if not marks and first + RUN_BLOCKS <= num_blocks:
-            extend_digests(digests, root, token_ids, size, first, block_hash)
+            extend_digests(digests, root, token_ids, size, first, block_hash, (), chain)
             for end in range(first + RUN_BLOCKS, num_blocks + 1, RUN_BLOCKS):
                 tokens = token_ids[(end - RUN_BLOCKS) * size : end * size]
                 self._extend_by_run(digests, digests[-1] if digests else root, tokens, size)
-        extend_digests(digests, root, token_ids, size, num_blocks, block_hash, marks)
+        extend_digests(digests, root, token_ids, size, num_blocks, block_hash, marks, chain)
 
     def _extend_by_run(
         self, digests: list[bytes], parent: bytes, tokens: npt.NDArray[np.int32], block_size: int
@@ -140,7 +158,8 @@ class KnownRuns:
         run = self._runs.pop(name, None)
         if run is None:
             run = list[bytes]()
-            extend_digests(run, parent, tokens, block_size, RUN_BLOCKS, self._block_hash)
+            block_hash, chain = self._block_hash, self._chain
+            extend_digests(run, parent, tokens, block_size, RUN_BLOCKS, block_hash, (), chain)
             self._num_bytes_left -= len(name[1]) + RUN_BLOCKS * DIGEST_BYTES
         digests += run
         self._runs[name] = run
@@ -148,11 +167,6 @@ class KnownRuns:
             oldest = next(iter(self._runs))
             del self._runs[oldest]
             self._num_bytes_left += len(oldest[1]) + RUN_BLOCKS * DIGEST_BYTES
-
-
-def _next_digest(parent: bytes, data: bytes, block_hash: BlockHash) -> bytes:
-    """Return the digest of a block. data: its tokens and marks."""
-    return block_hash(parent + data).digest()
 
 
 def _digest_strings(start: bytes, parts: Iterable[str]) -> bytes:

@@ -7,8 +7,8 @@ ones for the next token (spec/cache_group.py).
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
+from quire.base.plan import FrozenRecord
 from quire.kv.host_tier import Copies, HostTier
 from quire.kv.pool import BlockPool, MakeEviction
 from quire.kv.state_table import StateTable
@@ -17,8 +17,7 @@ from quire.kv.table import NULL, Appended, BlockTable
 from quire.spec.cache_group import STATE, CacheGroup
 
 
-@dataclass(frozen=True, slots=True)
-class KVBlocks:
+class KVBlocks(FrozenRecord, frozen=True):
     """A prefix hit: leading tokens that need not be computed, and their blocks by group.
 
     blocks: device blocks by group; LOAD stands for a block in host memory. host: by group, host
@@ -36,7 +35,7 @@ class KVBlocks:
     @property
     def num_loads(self) -> int:
         """The number of blocks to load, over all groups."""
-        return sum(len(found) for found in self.host)
+        return sum([len(found) for found in self.host]) if self.host else 0
 
 
 LOAD = -2
@@ -103,6 +102,7 @@ class KVManager:
         self.loads: list[Copies] = []  # loads of the plan being made, by group
         self.block_bytes = tuple(block_bytes)
         self.states = States(groups, self.pools)
+        self.has_states = len(self.states.groups) > 0  # whether there are `state` groups
         # Groups that drop blocks while a sequence grows
         self._dropping = tuple(g for g, group in enumerate(groups) if not group.keeps_all)
 
@@ -162,7 +162,7 @@ class KVManager:
         has = None if on_host else self._is_on_device
         length = self.num_computed_blocks(digests, num_tokens, has)
         if not length:
-            return KVBlocks(0, tuple([] for _ in self.groups))
+            return KVBlocks(0, tuple([[] for _ in self.groups]))
         found = [self._hit_blocks(g, digests, length) for g in range(len(self.groups))]
         blocks, host = tuple(mine for mine, _ in found), tuple(away for _, away in found)
         return KVBlocks(length * self.block_size, blocks, host)
@@ -245,9 +245,11 @@ class KVManager:
     def _num_taken_blocks(self, g: int, hit: KVBlocks) -> int:
         """Return the number of free blocks of group g that a hit takes. These are cached blocks,
         blocks to load, and the copy of a last block that is not full."""
+        if not hit.num_tokens:
+            return 0
         pool = self.pools[g]
         copied = hit.num_tokens % self.block_size > 0 and pool.is_in_use(hit.blocks[g][-1])
-        if hit.is_in_use or not hit.num_tokens:
+        if hit.is_in_use:
             return int(copied)
         return hit.blocks[g].count(LOAD) + pool.num_idle(hit.blocks[g]) + copied
 
@@ -289,11 +291,6 @@ class KVManager:
         source.append(host_block)
         destination.append(block_id)
         return block_id
-
-    @property
-    def has_states(self) -> bool:
-        """Whether there are `state` groups."""
-        return len(self.states.groups) > 0
 
     def take_loads(self) -> list[Copies]:
         """Return the loads of the last hit, by cache group, and clear them."""
@@ -397,7 +394,8 @@ class KVManager:
         return found
 
     def free(self, sequence: SequenceBlocks) -> None:
-        self.set_evictable(sequence, False)
+        if sequence.is_evictable:
+            self.set_evictable(sequence, False)
         for table in sequence.tables:
             table.free()
         sequence.num_indexed = 0
@@ -450,6 +448,8 @@ class KVManager:
         continue."""
         if g not in self._dropping:
             first = self.pools[g].num_leading(digests, max_blocks) if has is None else 0
+            if has is None and self.tier is None:
+                return first  # nothing is anywhere else
             there = has or self.is_cached
             for i in range(first, max_blocks):
                 if not there(g, digests[i]):
@@ -492,4 +492,6 @@ class KVManager:
 
 
 def fit(needs: Iterable[int], pools: Iterable[BlockPool], reserve: int = 0) -> bool:
-    return all(need + reserve <= pool.num_free for need, pool in zip(needs, pools, strict=True))
+    pairs = zip(needs, pools, strict=True)
+    lacking = [pool for need, pool in pairs if need + reserve > pool.num_free]
+    return not lacking

@@ -143,20 +143,20 @@ class BlockPool:
         """Remove the names of cached blocks. Afterwards they are in none of the three states."""
         digests, index, unused = self._digests, self._index, self._unused
         num_names_lost, num_hits = self._num_names_lost, self._num_hits
-        for block_id in blocks:
-            digest = digests[block_id]
-            assert digest is not None, "an unnamed block is cached"
-            if self.evicted is not None:
-                self.evicted.append((block_id, digest))
-            self.lost.append(digest)
+        names = [name for block_id in blocks if (name := digests[block_id]) is not None]
+        for block_id, name in zip(blocks, names, strict=True):  # cached blocks have names
             num_names_lost[block_id] += 1  # first, since other threads read it (`num_names_lost`)
-            del index[digest]
+            del index[name]
             digests[block_id] = None
             num_hits[block_id] = 0
-            if self.changes is not None:
-                self.changes += (NAME_REMOVED, digest)
             del unused[block_id]
-        self.num_index_changes += len(blocks)
+        self.lost += names
+        self.num_index_changes += len(names)
+        if self.evicted is not None:
+            self.evicted += zip(blocks, names, strict=True)
+        if self.changes is not None:
+            for name in names:
+                self.changes += (NAME_REMOVED, name)
 
     def evict_soon(self, digest: bytes) -> bool:
         """Make the block of this name the next to evict, if it is cached. Return whether it is in
@@ -283,14 +283,15 @@ class BlockPool:
 
     def index_all(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """Name each of these blocks in use, unless its digest already names another block."""
-        index, digests, refs = self._index, self._digests, self._num_refs
+        index, digests, refs, changes = self._index, self._digests, self._num_refs, self.changes
+        num_before = len(index)
         for block_id, digest in zip(blocks, names, strict=True):
             assert refs[block_id] > 0, f"block {block_id} is indexed while free"
             if digest not in index and digests[block_id] is None:
                 index[digest], digests[block_id] = block_id, digest
-                self.num_index_changes += 1
-                if self.changes is not None:
-                    self.changes.append(digest)
+                if changes is not None:
+                    changes.append(digest)
+        self.num_index_changes += len(index) - num_before
 
     def unindex(self, block_id: int) -> None:
         """Remove the name of a block, if it has one. A cached block becomes free."""

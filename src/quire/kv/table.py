@@ -11,20 +11,19 @@ index. A window group's table drops blocks that left the window: their entries b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
+from quire.base.plan import Record
 from quire.kv.pool import BlockPool
 
 NULL = -1
 
 
-@dataclass(slots=True)
-class Appended:
+class Appended(Record):
     """Changes of a table by an append."""
 
-    writes: list[tuple[int, int]] = field(default_factory=list)  # (logical index, block id)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination)
+    writes: list[tuple[int, int]] = []  # (logical index, block id)
+    copies: list[tuple[int, int]] = []  # (source, destination)
 
 
 class BlockTable:
@@ -65,7 +64,7 @@ class BlockTable:
         if num_tokens == 0:
             return 0
         num_appended = self.num_blocks_from(len(self.blocks), self.num_tokens + num_tokens)
-        return num_appended + self._must_copy()
+        return num_appended + (self._must_copy() if self.num_tokens else 0)
 
     def num_blocks_from(self, first: int, num_tokens: int) -> int:
         """Return the number of logical blocks from `first` on that num_tokens tokens occupy."""

@@ -49,6 +49,7 @@ class OutputsBuilder:
         self._names: list[RowName] = []
         self.ended: list[tuple[Sequence, SequenceUpdate]] = []
         self._updates: dict[int, SequenceUpdate] = {}  # by arrival
+        self._holders: list[tuple[int, int]] = []  # row and arrival of sequences with an update
         self._candidates: dict[int, tuple[Sequence, list[Candidates]]] = {}  # by arrival
 
     def update_of(self, sequence: Sequence) -> SequenceUpdate:
@@ -61,6 +62,8 @@ class OutputsBuilder:
                 num_cached_tokens=max(0, sequence.num_cached_tokens),
                 num_preemptions=sequence.num_preemptions,
             )
+            if sequence.row >= 0:  # otherwise it has no token in the columns
+                self._holders.append((sequence.row, sequence.arrival))
         return found
 
     def set_tokens(self, rows: Int64, arrivals: Int64, token_ids: Int32) -> None:
@@ -100,13 +103,23 @@ class OutputsBuilder:
                 if arrival in with_token:
                     num = len(self.update_of(sequence).token_ids) + (arrival in in_columns)
                     self.update_of(sequence).candidates = candidates[:num]
-        if self._updates:
-            has_more: npt.NDArray[np.bool_] = np.isin(arrivals, list(self._updates))
-            moved = zip(arrivals[has_more].tolist(), token_ids[has_more].tolist(), strict=True)
-            for arrival, token_id in moved:
-                self._updates[arrival].token_ids.insert(0, token_id)  # before accepted drafts
-            rows, token_ids = rows[~has_more], token_ids[~has_more]
+        if self._holders and len(rows):
+            stays = self._move_to_updates()
+            rows, token_ids = rows[stays], token_ids[stays]
         return StepOutputs(rows, token_ids, self._names, list(self._updates.values()))
+
+    def _move_to_updates(self) -> npt.NDArray[np.bool_]:
+        """Move the tokens of sequences with an update from the columns to it. Return which entries
+        of the columns stay, [N]."""
+        stays, place_of_row = np.ones(len(self._rows), bool), np.full(self._rows.max() + 1, -1)
+        place_of_row[self._rows] = np.arange(len(self._rows))
+        for row, arrival in self._holders:
+            place = place_of_row.item(row) if row < len(place_of_row) else -1
+            if place >= 0 and self._arrivals.item(place) == arrival:
+                token_ids = self._updates[arrival].token_ids
+                token_ids.insert(0, self._token_ids.item(place))  # before accepted drafts
+                stays[place] = False
+        return stays
 
 
 def _beam(request: Request, hypothesis: Hypothesis) -> BeamOutput:

@@ -1,6 +1,6 @@
 """Scheduler with all features: the core's four doors, and questions about its state.
 
-    prefix index        hits by name, on the device and in host memory    core/names.py
+    prefix index        hits by name, on the device and in host memory    index_changes.py
     pinned prefixes     prompts whose blocks stay until they are unpinned pins.py, pinned.py
     retained requests   ended requests to continue or fork                held.py
     media inputs        images in prompts, and their encoder outputs      media_inputs.py
@@ -24,7 +24,7 @@ from quire.scheduler.branching.branching import Branching
 from quire.scheduler.branching.drafts import Drafts
 from quire.scheduler.core.extension import CacheListener, of_kind
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.names import Digester, NewNames, PrefixIndex
+from quire.scheduler.core.names import Digester, NewNames
 from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.core.scheduler_core import SchedulerCore
 from quire.scheduler.core.sequence import Sequence, State
@@ -33,7 +33,7 @@ from quire.scheduler.live import live_state
 from quire.scheduler.media.media_inputs import MediaInputs, MediaRefusal
 from quire.scheduler.policy.extensions import extension_classes
 from quire.scheduler.reuse.held import Holds
-from quire.scheduler.reuse.index_changes import IndexWatch
+from quire.scheduler.reuse.index_changes import IndexWatch, PrefixIndex
 from quire.scheduler.reuse.miss_report import MissReports
 from quire.scheduler.reuse.partial_blocks import PartialBlocks
 from quire.scheduler.reuse.pinned import PinnedPrefixes

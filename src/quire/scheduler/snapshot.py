@@ -63,6 +63,7 @@ from quire.scheduler.media import encoder_cache, media_inputs
 from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import (
     held,
+    index_changes,
     keeping,
     miss_report,
     offers,
@@ -73,7 +74,7 @@ from quire.scheduler.reuse import (
 )
 from quire.spec import cache_group
 
-STATE_VERSION = 19  # of the state's format
+STATE_VERSION = 20  # of the state's format
 OMITTED = types.MappingProxyType(  # the continuing run supplies these
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
@@ -81,7 +82,7 @@ OMITTED = types.MappingProxyType(  # the continuing run supplies these
         "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
         "Memory": ("listeners", "_finding", "_begun", "_named", "_copying", "_planned", "_limits",
                    "_grants", "_lasting", "_preparing"),
-        "MissReports": ("_publish", "_last", "_open", "_young", "_old"),
+        "MissReports": ("_publish", "_last", "_open", "_young", "_old", "_evicted", "_num_evicted"),
     }
 )  # fmt: skip
 VOCABULARY = (
@@ -90,10 +91,10 @@ VOCABULARY = (
 )  # fmt: skip
 OWNERS = (
     adapter_waits, host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals,
-    beams, branching, drafts, encoder_cache, failures, held, keeping, lifecycle, media_inputs,
-    memory, miss_report, names, offers, partial_blocks, pinned, pins, planning, plans, preemption,
-    queue, rows, scheduler, sequence, srtf, steering, step_results, stores, suspects, tenants,
-    time_limits, two_level,
+    beams, branching, drafts, encoder_cache, failures, held, index_changes, keeping, lifecycle,
+    media_inputs, memory, miss_report, names, offers, partial_blocks, pinned, pins, planning, plans,
+    preemption, queue, rows, scheduler, sequence, srtf, steering, step_results, stores, suspects,
+    tenants, time_limits, two_level,
 )  # fmt: skip
 
 

@@ -72,6 +72,7 @@ from quire.models.checkpoint.source import (
     resolve_model,
     resolve_source,
 )
+from quire.ops.host.native import chain_of
 from quire.ops.host.threads import num_threads
 from quire.ops.host.torch_import import import_torch
 from quire.render.renderer import Renderer
@@ -490,7 +491,8 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
     )
     row_capacity = config.scheduler.max_num_batched_tokens or 0
     fingerprint = fingerprint_of(built, source)
-    digester = Digester(make_block_hash(config.cache.prefix_caching_hash_algo))
+    block_hash = make_block_hash(config.cache.prefix_caching_hash_algo)
+    digester = Digester(block_hash, chain_of(block_hash))
     memory = Memory(kv, row_capacity, config.cache.watermark, fingerprint, digester)
     return Scheduler(
         memory,

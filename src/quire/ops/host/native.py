@@ -6,8 +6,10 @@ returns None. This module does not import torch.
 """
 
 import functools
+import hashlib
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from quire.ops.host.native_types import Core
@@ -15,7 +17,7 @@ from quire.ops.host.native_types import Core
 if TYPE_CHECKING:
     import torch
 
-INTERFACE_VERSION = 29
+INTERFACE_VERSION = 30
 
 _HOW_TO_BUILD = (
     "Everything works, but slower on a CPU. Install a C++17 compiler (Debian and Ubuntu:"
@@ -43,6 +45,13 @@ def core() -> Core | None:
         warnings.warn(f"The C++ core was built for another CPU. {_HOW_TO_BUILD}", stacklevel=2)
         return None
     return module
+
+
+def chain_of(block_hash: object) -> Callable[[bytes, bytes, int], list[bytes]] | None:
+    """Return the core's function for the digests of consecutive blocks: the SHA-256 of the digest
+    before a block and of its bytes. Return None without a core, or for another hash function."""
+    native = core()
+    return native.chain_digests if native is not None and block_hash is hashlib.sha256 else None
 
 
 def needed_core() -> Core:

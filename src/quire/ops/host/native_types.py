@@ -215,6 +215,9 @@ class Core(Protocol):
         num_threads: int, /,
     ) -> None: ...  # fmt: skip
 
+    # --- blocks of tokens ---
+    def chain_digests(self, parent: bytes, blocks: bytes, block_bytes: int, /) -> list[bytes]: ...
+
     # --- rows of tokens ---
     def find_runs(
         self, tokens: int, token_stride: int, rows: int, lengths: int, count: int, min_length: int,

@@ -148,10 +148,12 @@ class Admission:
         if appended is None:
             return None
         builder.started.append(lifecycle.start(sequence, hit.num_tokens, now))
-        builder.add_table(sequence, memory.num_kept_blocks(hit, appended))
+        found: Blocks = ()
+        if hit.num_tokens:
+            builder.add_table(sequence, memory.num_kept_blocks(hit, appended))
+            held = [table.blocks for table in sequence.blocks.tables]
+            found = [blocks[: len(mine)] for blocks, mine in zip(held, hit.blocks, strict=True)]
         builder.add_blocks(sequence.row, appended)
-        held = [table.blocks for table in sequence.blocks.tables]
-        found = [blocks[: len(mine)] for blocks, mine in zip(held, hit.blocks, strict=True)]
         self._grant(sequence, num_new, builder, found)
         memory.begin(sequence, hit, now)
         if hit.num_loads:

@@ -5,6 +5,7 @@ The last piece closes the prompt. A request is parked while it has no tokens to 
 waits for something, such as its grammar.
 """
 
+from array import array
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ class Concerns:
     def __init__(self, extensions: Seq[Extension] = ()) -> None:
         self._extensions = [(each, each.fields, each.names) for each in extensions]
         self._always = [each for each in extensions if not each.fields]
-        self._names = [each.names for each in extensions if each.fields]
+        self._names = [each.names for each in extensions if each.fields and each.names != ()]
         names = sorted({name for each in extensions for name in each.fields})
         # One comparison for all fields, since most requests set none of them
         self._values = attrgetter(*names, "is_open", "is_open")  # always several, so a tuple
@@ -47,7 +48,7 @@ class Concerns:
     def of(self, request: Request) -> list[Extension]:
         """Return the extensions that a request concerns."""
         request_id = request.request_id
-        is_named = any(request_id in names for names in self._names)
+        is_named = [True for names in self._names if request_id in names]
         if not is_named and self._values(request) == self._defaults:
             return self._always
         return [
@@ -86,9 +87,13 @@ class Arrivals:
         """Find the extensions, and the request fields and ids that each of them concerns."""
         self._concerns = Concerns(of_kind(self._features, Extension))
 
-    def accept(self, request: Request, now: float) -> Sequence:
-        """Check a request and return its sequence. Raise RequestError if it can never be served,
-        and EngineBusy if it cannot be served now."""
+    def add(self, request: Request, now: float) -> None:
+        """Check a request and queue it. Raise RequestError if it can never be served, and
+        EngineBusy if it cannot be served now."""
+        self._enter(*self._accept(request, now), now)
+
+    def _accept(self, request: Request, now: float) -> tuple[Sequence, Seq[Extension]]:
+        """Check a request. Return its sequence, and the extensions that it concerns."""
         if request.request_id in self._lifecycle.sequences:
             raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
         num_prompt = len(request.prompt_token_ids)
@@ -111,7 +116,7 @@ class Arrivals:
         has_room = [each.accept(request) for each in concerned]
         sequence = self.new_sequence(request, now)
         if any(has_room):
-            return sequence
+            return sequence, concerned
         if request.is_open:
             check_open(request.params)
         elif not self.fits_at_all(sequence, sequence.limit, num):
@@ -120,7 +125,7 @@ class Arrivals:
                 " output tokens need more KV blocks than the pool has without pinned prefixes."
                 " Lower max_tokens or enlarge kv_cache_memory_bytes."
             )
-        return sequence
+        return sequence, concerned
 
     def new_sequence(self, request: Request, now: float) -> Sequence:
         """Create the sequence of a request, or the leader of its group. It is not in any table
@@ -137,7 +142,7 @@ class Arrivals:
             blocks=self._memory.new_sequence(),
             root=self._memory.names.root(request, num, self._num_arrivals),
             table=self._rows.table,
-            saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
+            saved_tokens=np.frombuffer(array("i", request.prompt_token_ids), np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
             reads_cache=request.params.reads_prefix_cache,
@@ -149,9 +154,12 @@ class Arrivals:
         return sequence
 
     def enter(self, sequence: Sequence, now: float) -> None:
-        """Queue a new sequence, or park it until it can be computed."""
+        """Queue a new sequence that needs no check, or park it until it can be computed."""
+        self._enter(sequence, self._concerns.of(sequence.request), now)
+
+    def _enter(self, sequence: Sequence, concerned: Seq[Extension], now: float) -> None:
         self._num_arrivals += sequence.request.params.num_samples
-        for extension in self._concerns.of(sequence.request):
+        for extension in concerned:
             if extension.reads_digests:
                 self._memory.names.readable(sequence)
             extension.enter(sequence, now)

@@ -214,7 +214,8 @@ class Lifecycle:
         for watcher in sequence.watchers:
             watcher.leave(sequence, reason, now)
         if sequence.state is State.RUNNING:
-            self._take_rows([sequence], is_swapped=False)
+            self._rows.release(sequence)
+            self._memory.free(sequence)
         elif sequence.state is not State.PARKED:
             self.queue.remove(sequence)
         self._end_branching(sequence)

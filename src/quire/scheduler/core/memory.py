@@ -103,6 +103,7 @@ class Memory:
         sizes = [pool.num_blocks for group, pool in pairs if group.kind != STATE]
         num_blocks = min(sizes or [pool.num_blocks for pool in kv.pools])
         self.kv = kv
+        self.block_size = kv.block_size
         self.rates = MeasuredRates()
         self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
         digester = digester or Digester()
@@ -166,10 +167,6 @@ class Memory:
         block."""
         return self.kv.enable_prefix_caching and not {STATE, STEP} & set(self._kinds)
 
-    @property
-    def block_size(self) -> int:
-        return self.kv.block_size
-
     # ---- other limits of a plan --------------------------------------------------------------
 
     def limit_chunk(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> int:
@@ -188,7 +185,9 @@ class Memory:
     def fits(self, needs: Needs, reserve: int = 0) -> bool:
         """Return whether this need fits now and leaves `reserve` blocks of each group free. The
         reserve of a state group is capped, since a sequence needs no more states as it grows."""
-        return self.kv.fits(self._with_reserve(needs, reserve))
+        if reserve and self.kv.has_states:
+            needs, reserve = self._with_reserve(needs, reserve), 0
+        return self.kv.fits(needs, reserve)
 
     def could_fit(self, needs: Needs, reserve: int = 0, hit: Tables = ()) -> bool:
         """Return whether this need fits once all evictable blocks are evicted. hit: blocks, by
@@ -203,7 +202,8 @@ class Memory:
         """Return whether this need fits into the pools together with the reserved blocks."""
         kept = self.reserved if reserved is None else reserved
         pools = zip(needs, kept, self.kv.pools, strict=True)
-        return all(need + held <= pool.num_blocks for need, held, pool in pools)
+        lacking = [pool for need, held, pool in pools if need + held > pool.num_blocks]
+        return not lacking
 
     def excess(self, needs: Needs, share: float) -> Excess | None:
         """Return the first excess of this need over a share of the pools, or None. share: 0 to
@@ -291,7 +291,7 @@ class Memory:
         for source, find in self._finding:
             if source.entries:
                 best = find(sequence, best)
-        return best or KVBlocks(0, tuple([] for _ in self.kv.groups))
+        return best or KVBlocks(0, tuple([[] for _ in self.kv.groups]))
 
     @property
     def can_prepare(self) -> bool:
@@ -460,7 +460,8 @@ class Memory:
     def _note_copies(self, appended: Seq[Appended]) -> None:
         """Record which blocks the plan being made copies from."""
         for g, one in enumerate(appended):
-            self.copied += [(g, source) for source, _ in one.copies]
+            if one.copies:
+                self.copied += [(g, source) for source, _ in one.copies]
 
     # ---- removing names ----------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Names of blocks, and prefix hits found by name.
+"""Names of blocks.
 
 A block's name is the digest of all tokens up to its end. It begins with the root of its request, so
 that requests with different salts or adapters share no blocks. Marks (`kv/digest.py`) identify
@@ -15,14 +15,10 @@ stay, for other engines and for a later run of this one.
 
 import hashlib
 from collections.abc import Sequence as Seq
-from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from quire.base.messages import MeasuredRates, Request
-from quire.kv.digest import BlockHash, KnownRuns, Mark, extend_by_one, root_digest
-from quire.kv.manager import KVBlocks, KVManager
-from quire.scheduler.core.extension import HitSource
+from quire.base.messages import Request
+from quire.kv.digest import BlockChain, BlockHash, KnownRuns, Mark, extend_by_one, root_digest
 from quire.scheduler.core.sequence import Int32, Sequence
 
 NewNames = tuple[int, list[bytes], int, int]  # arrival, digests, range of this list
@@ -47,11 +43,14 @@ Named = Sequence | Prefix
 
 
 class Digester:
-    """Function that computes the digests of blocks from their tokens. block_hash: hash function."""
+    """Function that computes the digests of blocks from their tokens. block_hash: hash function.
+    chain: a faster form of it, if there is one."""
 
-    def __init__(self, block_hash: BlockHash = hashlib.sha256) -> None:
-        self.block_hash = block_hash
-        self._runs = KnownRuns(block_hash)
+    def __init__(
+        self, block_hash: BlockHash = hashlib.sha256, chain: BlockChain | None = None
+    ) -> None:
+        self.block_hash, self.chain = block_hash, chain
+        self._runs = KnownRuns(block_hash, chain=chain)
 
     def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
         """Extend the digests of named[i] to its first counts[i] blocks."""
@@ -60,7 +59,7 @@ class Digester:
             first = len(digests)
             if n == first + 1 and not marks:  # as a decoding row fills a block
                 tokens = s.tokens_between(first * block_size, n * block_size)
-                extend_by_one(digests, s.root, tokens, block_hash)
+                extend_by_one(digests, s.root, tokens, block_hash, self.chain)
             elif n > first:
                 self._runs.extend(digests, s.root, s.known_tokens, block_size, n, marks)
 
@@ -158,50 +157,3 @@ def rename(sequence: Sequence, names: BlockNaming, epoch: str) -> None:
         member.is_renamed = holds
         member.root, member.digests = root, []  # a new list: a recorder may hold the old one
         member.prefix_digests, member.partial_digests, member.found_at = {}, {}, -1
-
-
-class Rated(Protocol):
-    """Owner of the measured rates of prefill and copies."""
-
-    rates: MeasuredRates
-
-
-class PrefixIndex(HitSource):
-    """Hit source of all named blocks, on the device and in host memory."""
-
-    entries: Sized = (True,)  # never empty: a look-up is cheap
-
-    def __init__(self, kv: KVManager, names: BlockNaming, rated: Rated) -> None:
-        self._kv, self._names, self._rated = kv, names, rated
-
-    def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
-        """See HitSource."""
-        if best is not None and best.num_tokens == sequence.num_known_tokens - 1:
-            return best  # nothing is longer
-        kv, (digests, num_tokens) = self._kv, self._names.readable(sequence)
-        hit = kv.get_computed_blocks(digests, num_tokens)
-        if hit.num_loads:
-            near = kv.get_computed_blocks(digests, num_tokens, on_host=False)
-            if not loading_is_cheaper(kv, hit, near, self._rated.rates):
-                hit = near
-        return hit if best is None or hit.num_tokens > best.num_tokens else best
-
-    def num_tokens(self, sequence: Sequence) -> int:
-        """See HitSource. Cached until the index changes."""
-        kv = self._kv
-        if sequence.found_at != kv.num_index_changes:
-            num_blocks = kv.num_computed_blocks(*self._names.readable(sequence))
-            sequence.found_tokens = num_blocks * kv.block_size
-            sequence.found_at = kv.num_index_changes
-        return sequence.found_tokens
-
-
-def loading_is_cheaper(kv: KVManager, hit: KVBlocks, near: KVBlocks, rates: MeasuredRates) -> bool:
-    """Return whether loading the host part of a hit is cheaper than computing it. hit: hit with
-    host blocks; near: hit on the device only. True if a rate is unknown."""
-    sizes = kv.block_bytes
-    if not (rates.prefill_tokens_per_s and rates.copy_bytes_per_s and sizes):
-        return True
-    num_bytes = sum(len(away) * size for away, size in zip(hit.host, sizes, strict=True))
-    num_tokens = hit.num_tokens - near.num_tokens
-    return num_bytes / rates.copy_bytes_per_s < num_tokens / rates.prefill_tokens_per_s

@@ -256,7 +256,7 @@ class Planner:
             plan = plan.replace(last_ids=last_ids)
         step, num_planned = InFlightStep.of(plan, table, builder.shared), int(num_tokens.sum())
         self._put_in_flight(step, num_planned, now)
-        all_decode = rows is self._rows.running and all_sample and num_planned == len(rows)
+        all_decode = all_sample and num_planned == len(rows) and rows is self._rows.running
         has_changes = plan.forked or plan.host_tokens or builder.extras
         is_plain = not has_changes and not self._lifecycle.searches and self._rows.num_stages == 1
         if all_decode and is_plain:

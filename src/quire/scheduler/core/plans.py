@@ -52,8 +52,11 @@ class InFlightStep:
     @classmethod
     def of(cls, plan: Plan, table: RowTable, shared: list[SharedBlocks]) -> Self:
         """Return the record of a new plan."""
-        rows, samples = _leased(plan).astype(np.int64), plan.sample_rows.astype(np.int64)
+        leased, samples = _leased(plan), plan.sample_rows.astype(np.int64)
+        rows = samples if leased is plan.sample_rows else leased.astype(np.int64)
         epochs, sequences = table.epoch[rows], table.sequences[rows]
+        if rows is samples:  # as usual, all rows sample
+            return cls(plan, epochs, sequences, epochs, sequences, shared)
         return cls(plan, epochs, sequences, table.epoch[samples], table.sequences[samples], shared)
 
     @property
@@ -67,9 +70,11 @@ class InFlightStep:
         """Sequences of row_sequences, by row."""
         return dict(zip(_leased(self.plan).tolist(), self.row_sequences.tolist(), strict=True))
 
-    def holders_of(self, rows: Seq[int]) -> dict[int, Sequence]:
+    def holders_of(self, rows: list[int]) -> dict[int, Sequence]:
         """Return the sequences of `holders` that hold one of these rows."""
-        leased = _leased(self.plan)
+        leased, last = _leased(self.plan), self.row_sequences[-len(rows) :]
+        if leased[-len(rows) :].tolist() == rows:  # as usual, the rows that began with the plan
+            return dict(zip(rows, last.tolist(), strict=True))
         [at] = np.isin(leased, np.array(rows, np.int32)).nonzero()
         return dict(zip(leased[at].tolist(), self.row_sequences[at].tolist(), strict=True))
 
@@ -142,10 +147,8 @@ class PlanBuilder(Record):
     def add_blocks(self, row: int, appended: tuple[Appended, ...]) -> None:
         """Add the block-table entries and block copies of an allocation for a row."""
         for g, done in enumerate(appended):
-            for index, block_id in done.writes:
-                self.writes.append((g, row, index, block_id))
-            for source, destination in done.copies:
-                self.copies.append((g, row, source, destination))
+            self.writes += [(g, row, index, block_id) for index, block_id in done.writes]
+            self.copies += [(g, row, source, to) for source, to in done.copies]
 
     def add_fork(self, fork: RowFork, blocks: SequenceBlocks) -> None:
         """Add a row that begins as a copy of its parent. Its writes repeat this plan's writes to
@@ -199,5 +202,6 @@ class PlanBuilder(Record):
         """Return the scheduled rows and their numbers of tokens, both int64 [num_rows]."""
         if len(self.rows) == 1 and not self.admitted:
             return self.rows[0], self.num_tokens[0]
-        rows, num_tokens = np.array(self.admitted, np.int64).reshape(-1, 2).T
-        return np.concatenate([*self.rows, rows]), np.concatenate([*self.num_tokens, num_tokens])
+        rows, num_tokens = zip(*self.admitted, strict=True) if self.admitted else ((), ())
+        last, num_last = np.array(rows, np.int64), np.array(num_tokens, np.int64)
+        return np.concatenate((*self.rows, last)), np.concatenate((*self.num_tokens, num_last))

@@ -150,6 +150,8 @@ class WaitingQueue:
             found = self._classes[self._priorities[0]]
             if found.preempted:
                 return found.preempted[min(found.preempted)]
+            if len(found.new) == 1:
+                return next(iter(found.new.values())).peek()
             if found.new:
                 return found.new[found.lowest.first(found.new, self.tenants.served)].peek()
             del self._classes[heapq.heappop(self._priorities)]

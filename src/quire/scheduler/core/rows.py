@@ -29,17 +29,17 @@ class RowChanges:
 class Rows:
     """Row table, running order, and changes since the last plan.
 
-    running: int64 [N], rows by priority, then arrival. free: a stack; the last one is taken first.
-    max_prefill: maximum tokens of a row in one step; 0 for no limit. num_stages: pipeline stages
-    of the model. With several, a row is planned only once the host knows its last token and can
-    send it to the first stage.
+    free: a stack; the last one is taken first. max_prefill: maximum tokens of a row in one step; 0
+    for no limit. num_stages: pipeline stages of the model. With several, a row is planned only once
+    the host knows its last token and can send it to the first stage.
     """
 
     def __init__(
         self, num_rows: int, max_model_len: int, max_prefill: int = 0, num_stages: int = 1
     ) -> None:
         self.table = RowTable(num_rows, max_model_len)
-        self.running: Int64 = np.empty(0, np.int64)
+        self._in_order: Int64 = np.empty(0, np.int64)  # running rows, before these have changed:
+        self._joined, self._left = list[int](), list[int]()
         self.changes = RowChanges()
         self.free = list(range(num_rows - 1, -1, -1))
         self.num_trying = 0  # rows with drafts in flight
@@ -54,7 +54,14 @@ class Rows:
 
     @property
     def num_running(self) -> int:
-        return len(self.running)
+        return len(self._in_order) + len(self._joined) - len(self._left)
+
+    @property
+    def running(self) -> Int64:
+        """Running rows by priority, then arrival, int64 [N]."""
+        if self._left or self._joined:
+            self._update_order()
+        return self._in_order
 
     @property
     def last_running(self) -> Sequence:
@@ -124,6 +131,8 @@ class Rows:
         """Give a sequence a row, and reserve rows for the missing members of its group. Return the
         row's start for the plan. is_indexed: whether its full blocks enter the index."""
         table, request, params = self.table, sequence.request, sequence.params
+        if self._left:
+            self._update_order()  # since the row may have left
         row = sequence.row = self.free.pop()
         known = sequence.saved_tokens
         table.tokens[row, : len(known)] = known
@@ -141,10 +150,7 @@ class Rows:
         if stop_ids := request.stop_token_ids[:NUM_STOP_IDS]:
             table.stop_ids[row, : len(stop_ids)] = stop_ids
         self.hand_to(sequence)
-        others = self.running
-        self.running = np.concatenate((others, (row,)))
-        if len(others) and (sequence.priority, sequence.arrival) < self._order(others[-1]):
-            self._sort(self.running)
+        self._joined.append(row)
         group = sequence.group
         if group is not None and not group.is_forked:
             for _ in range(group.num_members - 1):
@@ -182,33 +188,45 @@ class Rows:
 
     def run(self, rows: list[int]) -> None:
         """Add rows with recorded sequences to the running rows."""
-        self._sort(np.concatenate([self.running, np.asarray(rows, np.int64)]))
+        self._in_order = self._sorted(np.concatenate([self.running, np.asarray(rows, np.int64)]))
 
     def set_priority(self, rows: list[int], priority: int) -> None:
         """Change the priority of running rows."""
         self.table.priority[rows] = priority
-        self._sort(self.running)
+        self._in_order = self._sorted(self.running)
 
-    def _order(self, row: int) -> tuple[int, int]:
-        return int(self.table.priority[row]), int(self.table.arrival[row])
+    def _update_order(self) -> None:
+        """Sort in the rows that have joined, and remove the rows that have left. One update serves
+        all rows of a step."""
+        table, running = self.table, self._in_order
+        if self._joined:
+            last = [*running[-1:].tolist(), *self._joined]
+            running = np.concatenate((running, self._joined))
+            ranks = [*zip(table.priority[last].tolist(), table.arrival[last].tolist(), strict=True)]
+            if ranks != sorted(ranks):
+                running = self._sorted(running)
+        if self._left:
+            stays = np.ones(table.num_rows, bool)
+            stays[self._left] = False
+            running = running[stays[running]]
+        self._in_order, self._joined, self._left = running, [], []
 
-    def _sort(self, running: Int64) -> None:
-        table = self.table
-        self.running = running[np.lexsort((table.arrival[running], table.priority[running]))]
+    def _sorted(self, running: Int64) -> Int64:
+        return running[np.lexsort((self.table.arrival[running], self.table.priority[running]))]
 
     def release(self, sequence: Sequence) -> None:
         """Release the row of a sequence. The sequence keeps its known tokens, and its pending
         tokens still arrive."""
         row, table = sequence.row, self.table
-        verified = int(table.verified[row])
-        sequence.num_pending_lost = int(table.total[row] - table.known[row]) - verified
-        self._forget_drafts(row)
-        sequence.saved_tokens = sequence.known_tokens.copy()
+        known, verified = table.known.item(row), table.verified.item(row)
+        sequence.num_pending_lost = table.total.item(row) - known - verified
+        if verified:
+            self._forget_drafts(row)
+        sequence.saved_tokens = table.tokens[row, :known].copy()
         sequence.row = -1
         table.sequences[row] = None
         table.epoch[row] += 1
-        [[at]] = (self.running == row).nonzero()
-        self.running = np.concatenate((self.running[:at], self.running[at + 1 :]))
+        self._left.append(row)
         self.free.append(row)
         changes = self.changes
         changes.released.append(row)
@@ -279,7 +297,7 @@ class Rows:
         self.num_trying -= not table.verified[row]
 
     def _forget_drafts(self, row: int) -> None:
-        self.num_trying -= bool(self.table.verified[row])
+        self.num_trying -= 1
         self.table.verified[row] = 0
         self.table.is_held[row] = False
 

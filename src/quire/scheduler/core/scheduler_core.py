@@ -170,10 +170,9 @@ class SchedulerCore:
         """Queue a request, or refuse it if this engine can never serve it, or is too busy now."""
         self._expire(now)
         try:
-            sequence = self.arrivals.accept(request, now)
+            self.arrivals.add(request, now)
         except RequestError as error:
             return self._decisions(now, refusal=error)
-        self.arrivals.enter(sequence, now)
         return self._decisions(now)
 
     def control(self, message: Control, now: float) -> Decisions:
@@ -227,22 +226,19 @@ class SchedulerCore:
     ) -> Decisions:
         """Return the decisions of this call. outputs: outputs so far; dropped requests are added to
         them."""
-        self._notify_watchers()
         lifecycle = self.lifecycle
+        if lifecycle.ended:
+            self._notify_watchers()
         if outputs is not None:
             for sequence, finish in lifecycle.take_dropped():
                 outputs.finish(sequence, finish)
             decided["outputs"] = outputs.build()
-        orders: list[Order] = []
         if self.orders:
-            orders, self.orders[:] = self.orders.copy(), ()
-        return Decisions(
-            events=lifecycle.take_events(),
-            orders=orders,
-            notes=[note for collect in self._collectors if (note := collect(now)) is not None],
-            next_s=self._next_s(),
-            **decided,
-        )
+            decided["orders"], self.orders[:] = self.orders.copy(), ()
+        if self._collectors:
+            notes = [collect(now) for collect in self._collectors]
+            decided["notes"] = [note for note in notes if note is not None]
+        return Decisions(events=lifecycle.take_events(), next_s=self._next_s(), **decided)
 
     def _next_s(self) -> float | None:
         """Return the earliest due time of a deadline or an extension, or None."""

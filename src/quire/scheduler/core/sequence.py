@@ -187,8 +187,8 @@ class Sequence:
         only tokens with known scores count."""
         if not self.reads_cache and self.num_preemptions == 0:
             return 0
-        is_scored = self.num_prompt_logprobs >= self.num_prompt_tokens - 1
-        if self.request.params.prompt_logprobs is None or is_scored:
+        is_scored = self.request.params.prompt_logprobs is None
+        if is_scored or self.num_prompt_logprobs >= self.num_prompt_tokens - 1:
             return self.num_known_tokens
         return self.num_prompt_logprobs
 
@@ -207,11 +207,11 @@ class Sequence:
 
     @property
     def num_computed_tokens(self) -> int:
-        return int(self.table.computed[self.row]) if self.row >= 0 else 0
+        return self.table.computed.item(self.row) if self.row >= 0 else 0
 
     @property
     def num_known_tokens(self) -> int:
-        return int(self.table.known[self.row]) if self.row >= 0 else len(self.saved_tokens)
+        return self.table.known.item(self.row) if self.row >= 0 else len(self.saved_tokens)
 
     @property
     def known_tokens(self) -> Int32:
@@ -243,7 +243,7 @@ class Sequence:
     @property
     def num_drafts_in_flight(self) -> int:
         """Number of draft tokens in flight: the sequence shrinks by up to this number."""
-        return int(self.table.verified[self.row]) if self.row >= 0 else 0
+        return self.table.verified.item(self.row) if self.row >= 0 else 0
 
     def watch(self, watcher: Watcher) -> None:
         """Notify this watcher when the sequence ends."""
@@ -253,8 +253,8 @@ class Sequence:
     def stops_at(self, token_id: int) -> bool:
         """Return whether this token, the last known one, is an effective stop token. Before
         `min_tokens` outputs, stop tokens are ignored."""
-        enough = self.num_output_tokens >= self.request.params.min_tokens
-        return enough and token_id in self.request.stop_token_ids
+        is_stop = token_id in self.request.stop_token_ids
+        return is_stop and self.num_output_tokens >= self.request.params.min_tokens
 
     def is_over(self, token_id: int) -> bool:
         """Return whether this token, the last known one, ends the sequence by stop token or

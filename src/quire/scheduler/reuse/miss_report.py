@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.base.plan import Record
 from quire.base.prefix import (
     COMPUTING,
     COSTLY,
@@ -39,8 +40,7 @@ MAX_COMPARED = 8  # number of recent prompts to compare, to find the nearest
 MAX_BLOCKS = 1 << 14  # digests of all remembered prompts together: a few megabytes
 
 
-@dataclass(eq=False, slots=True)
-class Remembered:
+class Remembered(Record, eq=False):
     """Remembered prompt, with its output after its end. sequence: None after its end. num_computed:
     number of its blocks in the index at its end."""
 
@@ -106,18 +106,20 @@ class MissReports(HitSource, CacheListener):
         """See HitSource: report the prefix hit of a new request, and remember its prompt."""
         if sequence.num_preemptions or sequence.report is not None:
             return
-        self._publish(sequence, self.report(sequence, hit, now), hit.num_tokens > 0, now)
-        self.enter_prompt(sequence)
+        first = sequence.saved_tokens[: self._kv.block_size].tobytes()
+        self._publish(sequence, self._report(sequence, first, hit, now), hit.num_tokens > 0, now)
+        self._enter_prompt(sequence, first)
 
     def reset(self, now: float) -> None:
         """Forget all prompts."""
         self._last = deque[Remembered](maxlen=MAX_COMPARED)
         self._open: dict[int, Remembered] = {}  # by arrival
         self._young, self._old = Generation(), Generation()
+        self._evicted = deque[tuple[float, list[bytes]]]()  # times and names not in `lost_s` yet
+        self._num_evicted = 0
 
-    def enter_prompt(self, sequence: Sequence) -> None:
-        """Remember the prompt of an admitted request."""
-        size, tokens = self._kv.block_size, sequence.saved_tokens
+    def _enter_prompt(self, sequence: Sequence, first: bytes) -> None:
+        """Remember the prompt of an admitted request. first: the tokens of its first block."""
         if not sequence.digests:
             return
         sequence.watch(self)
@@ -125,10 +127,10 @@ class MissReports(HitSource, CacheListener):
             request_id=sequence.request.request_id,
             tenant=sequence.request.tenant,
             root=sequence.root,
-            first=tokens[:size].tobytes(),
+            first=first,
             digests=sequence.digests,
             num_digests=0,
-            tokens=tokens,
+            tokens=sequence.saved_tokens,
             sequence=sequence,
         )
         self._open[sequence.arrival] = found
@@ -152,12 +154,11 @@ class MissReports(HitSource, CacheListener):
             found.tokens = sequence.saved_tokens
 
     def _add_digests(self, found: Remembered, num: int) -> None:
-        new = found.digests[found.num_digests : num]
-        if not new:
-            return
+        new, young = found.digests[found.num_digests : num], self._young.by_digest
         found.num_digests += len(new)
-        self._young.by_digest.update(dict.fromkeys(new, found))
-        if len(self._young.by_digest) > self._max_young:
+        for digest in new:
+            young[digest] = found
+        if len(young) > self._max_young:
             self._young, self._old = Generation(), self._young
 
     def _known(self, digest: bytes) -> Remembered | None:
@@ -168,32 +169,44 @@ class MissReports(HitSource, CacheListener):
         kv = self._kv
         for pool in (*kv.pools, *kv.host_pools):
             if pool.lost:
-                young, old = self._young.by_digest, self._old.by_digest
-                known = [digest for digest in pool.lost if digest in young or digest in old]
-                self._young.lost_s.update(dict.fromkeys(known, now))
+                self._evicted.append((now, list(pool.lost)))
+                self._num_evicted += len(pool.lost)
                 pool.lost.clear()
+        while self._num_evicted > 2 * self._max_young:  # their prompts are forgotten, too
+            _, names = self._evicted.popleft()
+            self._num_evicted -= len(names)
+
+    def _note_evictions(self) -> None:
+        """Note the times at which known blocks were evicted, which only some reports need."""
+        young, old = self._young.by_digest, self._old.by_digest
+        for at_s, names in self._evicted:
+            known = [digest for digest in names if digest in young or digest in old]
+            self._young.lost_s.update(dict.fromkeys(known, at_s))
+        self._evicted.clear()
+        self._num_evicted = 0
 
     # ---- reports -----------------------------------------------------------------------------
 
-    def report(self, sequence: Sequence, hit: KVBlocks, now: float) -> PrefixReport:
+    def _report(self, sequence: Sequence, first: bytes, hit: KVBlocks, now: float) -> PrefixReport:
         """Return the report of a new request's prompt: its hit by location, and the reason of its
-        miss."""
+        miss. first: the tokens of its first block."""
         size, num_tokens = self._kv.block_size, hit.num_tokens
+        miss = self._miss(sequence, first, hit, now)
         if not num_tokens:
-            return PrefixReport(**self._miss(sequence, hit, now))
+            return PrefixReport(**miss)
         if hit.source:
             found: Fields = {hit.source: num_tokens}
-            return PrefixReport(**found, **self._miss(sequence, hit, now))
+            return PrefixReport(**found, **miss)
         away = max([0, *(_num_tokens(loads, num_tokens, size) for loads in hit.host)])
         store = min(away, sequence.num_fetched_blocks * size)
         return PrefixReport(
             device=num_tokens - away,
             host=away - store,
             store=store,
-            **self._miss(sequence, hit, now),
+            **miss,
         )
 
-    def _miss(self, sequence: Sequence, hit: KVBlocks, now: float) -> Fields:
+    def _miss(self, sequence: Sequence, first: bytes, hit: KVBlocks, now: float) -> Fields:
         kv, num_tokens = self._kv, sequence.num_known_tokens
         index, max_hit_blocks = hit.num_tokens // kv.block_size, (num_tokens - 1) // kv.block_size
         if index >= max_hit_blocks:
@@ -205,13 +218,13 @@ class MissReports(HitSource, CacheListener):
         known = self._known(sequence.digests[index])
         if known is not None:
             return self._lost(sequence, known, index, now)
-        other = self._elsewhere(sequence, max_hit_blocks) if index == 0 else {}
+        other = {} if index else self._elsewhere(sequence, first, max_hit_blocks)
         before = sequence.digests[index - 1] if index else sequence.root
         near = self._known(before)
         if near is None:
             return other | {"miss": SALT if other else NEW}
         others = [] if index == 0 else [each for each in self._last if each.has(before, index)]
-        return other | self._apart(sequence, [near, *others], index * kv.block_size)
+        return other | self._apart(sequence, first, [near, *others], index * kv.block_size)
 
     def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
         """Return the reason why a block of a remembered prompt is not used."""
@@ -222,10 +235,13 @@ class MissReports(HitSource, CacheListener):
         tier = kv.tier
         if tier and all(tier.lookup(g, digest) is not None for g in range(len(kv.groups))):
             return near | {"miss": COSTLY}
+        self._note_evictions()
         at_s = self._young.lost_s.get(digest, self._old.lost_s.get(digest))
         return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}
 
-    def _apart(self, sequence: Sequence, nearest: list[Remembered], start: int) -> Fields:
+    def _apart(
+        self, sequence: Sequence, first: bytes, nearest: list[Remembered], start: int
+    ) -> Fields:
         """Return where a prompt diverges from the nearest of the prompts that agree up to this
         block.
 
@@ -233,7 +249,7 @@ class MissReports(HitSource, CacheListener):
         prompts of others, not even that one of them is nearer.
         """
         end, tenant = start + self._kv.block_size, sequence.request.tenant
-        mine = sequence.tokens_between(start, end).tobytes()
+        mine = sequence.tokens_between(start, end).tobytes() if start else first
         near, closest = nearest[0], (False, -1)
         for each in nearest:
             other = each.tokens[start:end].tobytes() if start else each.first
@@ -246,14 +262,13 @@ class MissReports(HitSource, CacheListener):
             "at_token": start + common,
         }
 
-    def _elsewhere(self, sequence: Sequence, max_hit_blocks: int) -> Fields:
+    def _elsewhere(self, sequence: Sequence, first: bytes, max_hit_blocks: int) -> Fields:
         """Return the number of a prompt's tokens that are cached under another salt, if any."""
-        kv, tokens = self._kv, sequence.known_tokens
-        first = tokens[: kv.block_size].tobytes()
+        kv = self._kv
         near = self._young.by_first.get(first) or self._old.by_first.get(first)
         if near is None or near.root == sequence.root:
             return {}
-        digests: list[bytes] = []
+        digests, tokens = list[bytes](), sequence.known_tokens
         block_hash = self._names.digester.block_hash
         extend_digests(
             digests, near.root, tokens, kv.block_size, max_hit_blocks, block_hash, sequence.marks
@@ -272,6 +287,8 @@ def _num_tokens(blocks: Collection[int], num_tokens: int, size: int) -> int:
 
 def _num_common(one: bytes, other: bytes) -> int:
     """Return the number of equal int32 values at the beginning of both byte strings."""
+    if one[:4] != other[:4]:
+        return 0
     size = min(len(one), len(other))
     differs = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     return ((differs & -differs).bit_length() - 1) // 32 if differs else size // 4

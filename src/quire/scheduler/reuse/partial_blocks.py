@@ -17,7 +17,6 @@ have no such names.
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 
 from quire.kv.host_tier import Name
 from quire.kv.manager import LOAD, KVBlocks
@@ -138,4 +137,4 @@ class PartialBlocks(HitSource, Extension):
             blocks.append([*mine, LOAD if block is None else block])
             host.append(loads)
         num_tokens = hit.num_tokens + length
-        return replace(hit, num_tokens=num_tokens, blocks=tuple(blocks), host=tuple(host))
+        return hit.replace(num_tokens=num_tokens, blocks=tuple(blocks), host=tuple(host))

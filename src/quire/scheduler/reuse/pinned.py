@@ -9,7 +9,6 @@ so they are never evicted. A prefix is identified by the digest of all its token
 root as block digests, so salts separate tenants here, too.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -226,4 +225,4 @@ def _upon(pinned: SequenceBlocks, hit: KVBlocks, num_full: int) -> KVBlocks:
         blocks.append(shared + mine[num_full:])
         away = hit.host[g] if hit.host else {}
         host.append({i: b for i, b in away.items() if i >= num_full or theirs[i] == NULL})
-    return dataclasses.replace(hit, blocks=tuple(blocks), host=tuple(host))
+    return hit.replace(blocks=tuple(blocks), host=tuple(host))
