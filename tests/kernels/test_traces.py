@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,9 @@ def check(name: str, make_call: Callable[[], Call]) -> None:
     """The first operands make a trace, which other operands of the same types then follow."""
     for _ in range(4):
         operands, options = make_call()
-        wanted = outcome(lambda *its: original(name)(*its, **options), *operands)
-        assert outcome(lambda *its: getattr(tl, name)(*its, **options), *operands) == wanted, (
-            name, operands, options,
-        )  # fmt: skip
+        wanted = outcome(partial(original(name), **options), *operands)
+        found = outcome(partial(getattr(tl, name), **options), *operands)
+        assert found == wanted, (name, operands, options)
 
 
 class Memory:

@@ -55,6 +55,9 @@ IMPORTS = (  # what the processes of a server run, and what they import late
     "quire.serve.processes.core_main",
     "quire.serve.server",
     "quire.engine.ranks.rank_main",
+    "tokenizers",
+    "anyio._backends._asyncio",
+    "yaml",
 )
 
 
