@@ -34,7 +34,7 @@ class Step(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a function does with operands of certain types. Values are the operands' handles,
+    """Calls of the builder for operands of certain types. Values are the operands' handles,
     followed by the steps' results."""
 
     steps: tuple[Step, ...]
@@ -135,8 +135,8 @@ class Traces:
         return call
 
     def _key_of(self, operands: Sequence[Any], handles: list[Any]) -> tuple[Any, ...] | None:
-        """Return what a trace depends on, or None if it may depend on more. handles: gets those of
-        the operands."""
+        """Return what a trace depends on, or None if it may depend on more. handles: gets the
+        operands' handles."""
         key: tuple[Any, ...] = ()
         for x in operands:
             if type(x) is self._constexpr:
@@ -150,7 +150,7 @@ class Traces:
             elif kind in PLAIN:
                 key += kind, x
             elif kind is float:
-                key += kind, x.hex()  # which tells -0.0 from 0.0
+                key += kind, x.hex()  # -0.0 differs from 0.0
             elif kind is self._dtype:
                 key += kind, x.name
             elif kind is list or kind is tuple or kind is self._tuple:

@@ -94,8 +94,7 @@ def start_path(cache: WeightCache, config: EngineConfig, source: ModelSource) ->
 
 @functools.cache
 def _own_files() -> tuple[tuple[str, int, int], ...]:
-    """Return path, size and modification time of quire's own files, which identify its version. A
-    process runs one version, so it looks once."""
+    """Return path, size and modification time of quire's files. A process runs one version."""
     package = str(Path(__file__).parents[2])
     folders, found = [package], list[tuple[str, int, int]]()
     for folder in folders:
