@@ -6,9 +6,9 @@ This changes the parts of triton 3.6 that fail or take two thirds of its time.
 replaces the members of `triton.language` for every launch and every call within a kernel. Here they
 stay replaced, since a process that interprets kernels compiles none. - It describes the type of
 every tuple and block in words, which only the compiler needs. It makes a table of all dtypes for
-every look-up. - It checks sums and products for overflow, which it reports only with `debug`. - It
-checks and wraps the shape of every block again. - It computes the exclusive or, by which it sorts,
-number by number.
+every look-up. - It checks the operands of every load, store and product again. - It checks sums and
+products for overflow, which it reports only with `debug`. - It checks and wraps the shape of every
+block again. - It computes the exclusive or, by which it sorts, number by number.
 """
 
 import functools
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.elementwise import Elementwise
+from benchmarks.gpu.traces import TRACED, Traces
 
 
 @dataclass
@@ -64,7 +65,8 @@ def repair_interpreter() -> None:
         Elementwise(tl.core, interpreter),
         interpreter._LangPatchScope(),
     )
-    interpreter._patch_attr = with_semantic(interpreter.TritonSemantic)
+    traces = Traces(tl.core, interpreter)
+    interpreter._patch_attr = with_semantic(interpreter.TritonSemantic, traces)
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -92,7 +94,7 @@ class RememberedSignatures:
         return bound.arguments
 
 
-def with_semantic(make: Any) -> Any:
+def with_semantic(make: Any, traces: Traces) -> Any:
     """Return a patch of functions. make: returns their hidden arguments for a builder."""
 
     def patch(module: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -102,7 +104,9 @@ def with_semantic(make: Any) -> Any:
             options["_semantic"] = semantic
             return function(*arguments, **options)
 
-        scope.set_attr(module, name, call)
+        is_traced = name in TRACED
+        traced = traces.replace(name, function, builder, semantic) if is_traced else call
+        scope.set_attr(module, name, traced)
 
     return patch
 

@@ -9,7 +9,6 @@ import json
 import os
 import pkgutil
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 import quire.ops.kernels
+from tests.support.processes.forks import run_forked
 
 MOST_SHARED = 227 * 1024  # bytes of a thread block on sm_90
 ROOT = "quire.ops.kernels."
@@ -40,10 +40,8 @@ GROUPS = {"attention": list(FUSED), "quantised": QUANTISED, "others": OTHERS}
 def compiled(*arguments: str) -> list[dict[str, Any]]:
     """Return what `tests.support.kernels.aot` prints."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.kernels.aot", *arguments],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tests.support.kernels.aot", *arguments]
+    run = run_forked(command, timeout_s=600, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
     found: list[dict[str, Any]] = json.loads(run.stdout)
     return found

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -18,6 +17,7 @@ from quire.ops.kernels.attention.attention_tiles import (
     num_warps,
 )
 from tests.kernels.test_aot import ARRIVAL_ORDER
+from tests.support.processes.forks import run_forked
 
 ARCHS = (80, 86, 89, 90, 120)
 WIDE_BYTES = 192  # spilled by heads above 128 numbers that are quantised or have a fixed cut
@@ -27,10 +27,8 @@ FEW_BYTES = 64  # by some fixed cuts, and by small quantised heads except on Hop
 
 def compiled(*what: str) -> list[dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.kernels.aot", *what],
-        env=environment, capture_output=True, text=True, timeout=1200,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "tests.support.kernels.aot", *what]
+    run = run_forked(command, timeout_s=1200, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
     found: list[dict[str, Any]] = json.loads(run.stdout)
     return found

@@ -2,7 +2,6 @@
 
 import os
 import random
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from triton.backends.nvidia.driver import CudaLauncher
 
 from quire.ops.kernels import launch
 from quire.ops.kernels.launch import PREPARED, Integers, kernel
+from tests.support.processes.forks import run_forked
 
 KINDS = 30
 
@@ -130,8 +130,6 @@ def test_launchers_of_triton_are_left_out_only_if_they_allocate_nothing() -> Non
 
 def test_prepared_launches_are_those_of_triton() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.kernels.test_prepared import compare; compare()"],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    code = "from tests.kernels.test_prepared import compare; compare()"
+    done = run_forked([sys.executable, "-c", code], timeout_s=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -56,8 +56,9 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[str]:
 
 def pooled(model: str, kind: str, backend: str, **settings: Any) -> list[np.ndarray]:
     """Pooled prompts, which are computed in chunks."""
+    path = str(pooling_checkpoint(model, num_layers=1))
     with LLM(
-        str(pooling_checkpoint(model)), dtype="float32", max_num_batched_tokens=16, max_num_seqs=2,
+        path, dtype="float32", max_num_batched_tokens=16, max_num_seqs=2,
         block_size=4, kv_cache_memory_bytes=1 << 20, disable_log_stats=True, device="cpu",
         attention_backend=backend, pooler_config={"seq_pooling_type": kind}, **settings,
     ) as llm:  # fmt: skip

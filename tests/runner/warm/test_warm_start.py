@@ -36,6 +36,7 @@ from tests.support.engine.attachments import attached
 from tests.support.engine.updates import error_of, read
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
 from tests.support.models.gguf_writer import Q8_0, convert
+from tests.support.processes.forks import run_forked
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -414,8 +415,11 @@ print("torch" in sys.modules)
 
 @pytest.fixture(scope="module")
 def first_answer() -> str:
-    """What the first process prints, which leaves a start without torch to those after it."""
-    return run_python(ANSWER)
+    """What the first process prints, which leaves a start without torch to those after it. It may
+    have imported torch before."""
+    done = run_forked([sys.executable, "-c", ANSWER])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_second_answer_needs_no_torch(first_answer: str) -> None:
@@ -498,9 +502,10 @@ def test_whose_start_it_is(model: tuple[Path, Path], monkeypatch: pytest.MonkeyP
         {"kv_host_gb": 0.01},
     ):
         assert warm_of(folder, cache, **settings) is None, settings
-    own = list(start_file._own_files())
+    own = start_file._own_files()
     assert any(name == "/runner/warm/array_ops.py" for name, _, _ in own)
-    monkeypatch.setattr(start_file, "_own_files", lambda: iter([*own[1:], ("x.py", 1, 1)]))
+    changed = (*own[1:], ("x.py", 1, 1))
+    monkeypatch.setattr(start_file, "_own_files", lambda: changed)
     assert warm_of(folder, cache) is None
 
 

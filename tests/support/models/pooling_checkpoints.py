@@ -24,7 +24,7 @@ HEADS = {
 
 
 @cache
-def pooling_checkpoint(kind: str, num_labels: int = 3) -> Path:
+def pooling_checkpoint(kind: str, num_labels: int = 3, num_layers: int = 2) -> Path:
     """With a tokenizer. kind: of HEADS."""
     folder = write_directory(fresh_directory(), "byte_level")
     torch.manual_seed(0)
@@ -32,6 +32,7 @@ def pooling_checkpoint(kind: str, num_labels: int = 3) -> Path:
     is_llama = "llama" in kind
     config_class = tf.LlamaConfig if is_llama else tf.Qwen3Config
     fields: dict[str, Any] = LLAMA_LIKE | NO_TOKENS | {"pad_token_id": 0}
+    fields["num_hidden_layers"] = num_layers
     config = config_class(vocab_size=VOCAB, num_labels=num_labels, head_dim=16, **fields)
     model_class(config).save_pretrained(folder)
     return folder

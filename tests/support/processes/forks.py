@@ -55,6 +55,9 @@ IMPORTS = (  # what the processes of a server run, and what they import late
     "quire.serve.processes.core_main",
     "quire.serve.server",
     "quire.engine.ranks.rank_main",
+    "tokenizers",
+    "anyio._backends._asyncio",
+    "yaml",
 )
 
 
@@ -116,11 +119,14 @@ def forked_children(popen: type[ForkedPopen] = ForkedPopen) -> Iterator[None]:
 
 
 def run_forked(
-    command: Sequence[str], timeout_s: float = 60.0, cwd: Path | None = None
+    command: Sequence[str],
+    timeout_s: float = 60.0,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, as `subprocess.run(capture_output=True, text=True)` does."""
     pipe = subprocess.PIPE
-    with ForkedPopen(command, stdout=pipe, stderr=pipe, text=True, cwd=cwd) as process:
+    with ForkedPopen(command, stdout=pipe, stderr=pipe, text=True, cwd=cwd, env=env) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
         except BaseException:

@@ -13,12 +13,12 @@ A file's name is a digest of all that its contents depend on. These are the chec
 settings of the model, the instruction sets, and quire's own files.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import mmap
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,26 +85,27 @@ def start_path(cache: WeightCache, config: EngineConfig, source: ModelSource) ->
         asdict(config.model),
         [config.cache.kv_cache_dtype, config.cache.block_size, config.attention_backend],
         sorted(chosen_variants(FORMATS).items()),
-        list(_own_files()),
+        _own_files(),
         [file_identity(file) for file in files],
     ]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:40]
     return cache.directory / f"{key}{STARTS}"
 
 
-def _own_files() -> Iterator[tuple[str, int, int]]:
-    """Iterate over quire's own files, to identify its version: path, size and modification time."""
+@functools.cache
+def _own_files() -> tuple[tuple[str, int, int], ...]:
+    """Return path, size and modification time of quire's files. A process runs one version."""
     package = str(Path(__file__).parents[2])
-    folders = [package]
+    folders, found = [package], list[tuple[str, int, int]]()
     for folder in folders:
         for entry in sorted(os.scandir(folder), key=lambda each: each.name):
             if entry.name.endswith(".py"):
                 facts = entry.stat()
-                yield entry.path[len(package) :], facts.st_size, facts.st_mtime_ns
+                found.append((entry.path[len(package) :], facts.st_size, facts.st_mtime_ns))
             elif entry.is_dir() and not entry.name.startswith("_"):
                 folders.append(entry.path)
     facts = os.stat(needed_core().__file__)
-    yield "core", facts.st_size, facts.st_mtime_ns
+    return (*found, ("core", facts.st_size, facts.st_mtime_ns))
 
 
 def read_start(path: Path) -> Start | None:
