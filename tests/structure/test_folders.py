@@ -55,7 +55,7 @@ BUDGETS = {
     "models/quantised": 990,
     "models/qwen": 260,
     "models/vision": 1820,
-    "ops": 1480,
+    "ops": 1500,
     "ops/attention": 3380,
     "ops/blocks": 660,
     "ops/collectives": 430,
