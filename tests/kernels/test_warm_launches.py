@@ -1,0 +1,74 @@
+"""All that a warm-up compiles, for five compute capabilities: spills, late reads, shared memory.
+
+The list is made by the warm-up itself, for models of each kind. The launches of a few kernels that
+no warm-up here makes come from their modules. Variants of attention are in test_attention_tiles.py,
+and products behind a switch in test_aot.py.
+"""
+
+import importlib
+from typing import Any
+
+import pytest
+
+from quire.ops.kernels.launch import InterpretedKernel, Kernel
+from tests.kernels.test_aot import NAMES, ROOT
+from tests.support.kernels.in_processes import compiled
+from tests.support.kernels.warm_launches import GPUS, MODELS
+
+CPU_S = 600  # of one case's process
+# Kernels that no warm-up here launches: compiled elsewhere, or from the CONFIGS of their modules.
+ELSEWHERE = {
+    "attention.rotary_attention._rotary_attention_kernel",
+    "products.stream_k._stream_k_kernel",
+}
+UNLISTED = {
+    "attention.attention_write._write_kernel",
+    "embedding._features_kernel",
+    "sampling.philox._uniform_at_kernel",
+    "sampling.philox._uniform_kernel",
+    "sampling.sampling._settle_part",
+    "sampling.sampling_edits._copy",
+    "sampling.sampling_edits._edit",
+}
+# Bytes of registers that a thread may spill: by kernel, by capability. docs/inside/gpu-checks.md
+# lists them, too.
+SPILLED: dict[str, dict[int, int]] = {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("arch", GPUS)
+def test_no_launch_of_a_warm_up_spills_or_reads_late(arch: int, model: str) -> None:
+    check(compiled("warm_launches", "compile", str(arch), model, cpu_s=CPU_S)["found"], arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", GPUS)
+def test_no_launch_outside_of_warm_ups_spills_or_reads_late(arch: int) -> None:
+    modules = sorted({name.rpartition(".")[0] for name in UNLISTED})
+    check(compiled("warm_launches", "unlisted", str(arch), *modules)["found"], arch)
+
+
+def check(found: list[dict[str, Any]], arch: int) -> None:
+    assert found
+    for each in found:
+        limit = SPILLED.get(each["kernel"], {}).get(arch, 0)
+        assert each["stack"] <= limit, f"registers are spilled: {each}"
+        assert each["late_reads"] == 0, f"a buffer is loaded again before it is read: {each}"
+        assert each["shared"] <= GPUS[arch].shared_bytes, f"too much shared memory: {each}"
+
+
+@pytest.mark.slow
+def test_every_kernel_is_launched_by_a_warm_up_or_listed_here() -> None:
+    found = compiled("warm_launches", "list", *MODELS)["found"]
+    assert kernels() - {name for names in found.values() for name in names} == UNLISTED | ELSEWHERE
+
+
+def kernels() -> set[str]:
+    """Return the names of all functions that the host launches."""
+    return {
+        f"{name}.{each.__name__}"
+        for name in NAMES
+        for each in vars(importlib.import_module(ROOT + name)).values()
+        if isinstance(each, Kernel | InterpretedKernel) and each.fn.__module__ == ROOT + name
+    }
