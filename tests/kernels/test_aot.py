@@ -147,7 +147,14 @@ def test_no_other_kernel_counts_arrivals() -> None:
 
 
 # Kernels that AMD's gfx942 does not take, by module; docs/inside/gpu-checks.md names the modules.
-NOT_FOR_AMD: dict[str, set[str]] = {}
+NOT_FOR_AMD = {
+    "attention.delta_chunks": {"_solve_kernel"},
+    "matmul": {"_matmul_kernel"},
+    "quantised": {"_matmul_kernel"},
+    "quantised_moe": {"_grouped_kernel"},
+    "sampling.sampling_filtered": {"settle_filtered"},
+    "sampling.sampling_scan": {"scan"},
+}
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ and products behind a switch in test_aot.py.
 """
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -30,9 +30,22 @@ UNLISTED = {
     "sampling.sampling_edits._copy",
     "sampling.sampling_edits._edit",
 }
-# Bytes of registers that a thread may spill: by kernel, by capability. docs/inside/gpu-checks.md
-# lists them, too.
-SPILLED: dict[str, dict[int, int]] = {}
+
+
+class Spilled(NamedTuple):
+    """Launches with these constants, and the bytes of registers that a thread may spill."""
+
+    kernel: str
+    constants: dict[str, str]
+    num_bytes: int
+
+
+# No other launch spills. docs/inside/gpu-checks.md lists these, too.
+SPILLED = (
+    Spilled("attention.attention._attention_kernel", {"CHUNK": "1024"}, 64),  # fixed cuts
+    # 512 threads with 128 registers each; with 256 threads a row would take longer.
+    Spilled("sampling.sampling_filtered.settle_filtered", {"CHUNKS": "16"}, 16),
+)
 
 
 @pytest.mark.slow
@@ -52,10 +65,17 @@ def test_no_launch_outside_of_warm_ups_spills_or_reads_late(arch: int) -> None:
 def check(found: list[dict[str, Any]], arch: int) -> None:
     assert found
     for each in found:
-        limit = SPILLED.get(each["kernel"], {}).get(arch, 0)
-        assert each["stack"] <= limit, f"registers are spilled: {each}"
+        assert each["stack"] <= spill_limit(each), f"registers are spilled: {each}"
         assert each["late_reads"] == 0, f"a buffer is loaded again before it is read: {each}"
         assert each["shared"] <= GPUS[arch].shared_bytes, f"too much shared memory: {each}"
+
+
+def spill_limit(launch: dict[str, Any]) -> int:
+    return max(
+        each.num_bytes
+        for each in (*SPILLED, Spilled(launch["kernel"], {}, 0))
+        if each.kernel == launch["kernel"] and each.constants.items() <= launch["constants"].items()
+    )
 
 
 @pytest.mark.slow

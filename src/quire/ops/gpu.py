@@ -32,7 +32,7 @@ def gpu_of(device: torch.device) -> GPU | None:
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    shared_bytes = found.shared_memory_per_block_optin
+    shared_bytes = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return GPU((found.major, found.minor), found.multi_processor_count, shared_bytes)
 
 
