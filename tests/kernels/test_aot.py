@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import quire.ops.kernels
-from tests.support.kernels.in_processes import compiled
+from tests.support.kernels.aot import compiled
 
 CHECKS_PAGE = Path(__file__).parents[2] / "docs" / "inside" / "gpu-checks.md"
 MOST_SHARED = 227 * 1024  # bytes of a thread block on sm_90

@@ -14,7 +14,7 @@ from quire.ops.kernels.attention.attention_tiles import (
     num_warps,
 )
 from tests.kernels.test_aot import ARRIVAL_ORDER
-from tests.support.kernels.in_processes import compiled
+from tests.support.kernels.aot import compiled
 
 ARCHS = (80, 86, 89, 90, 120)
 WIDE_BYTES = 192  # spilled by heads above 128 numbers that are quantised or have a fixed cut

@@ -12,7 +12,7 @@ import pytest
 
 from quire.ops.kernels.launch import InterpretedKernel, Kernel
 from tests.kernels.test_aot import NAMES, ROOT
-from tests.support.kernels.in_processes import compiled
+from tests.support.kernels.aot import compiled
 from tests.support.kernels.warm_launches import GPUS, MODELS
 
 CPU_S = 600  # of one case's process

@@ -30,10 +30,11 @@ import importlib
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -52,6 +53,7 @@ from quire.ops.kernels.attention.latent import config as latent_config
 from quire.ops.kernels.attention.rotary_attention import config as rotary_config
 from quire.ops.kernels.launch import Config
 
+CPU_S = 1200  # of a program; its compilers' processes are counted apart
 ARCH = 90
 ARCHS = (80, 86, 89, 90, 120)
 HAS_SPACE = (80, 90)  # for three stages
@@ -73,6 +75,22 @@ RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 MEMORY = {"LDG": "L", "LDGSTS": "L", "STG": "S", "ACQBULK": "W", "PREEXIT": "P"}
 # An arrival: a barrier, a fence, an atomic addition, the end of what the cache held, a barrier.
 ARRIVAL = {"LDG": "L", "STG": "S", "BAR": "B", "MEMBAR": "M", "ATOMG": "A", "CCTL": "C"}
+
+
+def compiled(program: str, *arguments: str, cpu_s: int = CPU_S) -> Any:
+    """Return the JSON that `tests.support.kernels.PROGRAM` prints, from a process that compiles
+    kernels. It may take so much CPU time, so that a busy machine stops no program."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", f"tests.support.kernels.{program}", *arguments],
+        env=environment, capture_output=True, text=True, preexec_fn=_limit_to(cpu_s),
+    )  # fmt: skip
+    assert run.returncode == 0, f"{program} ended with {run.returncode}: {run.stderr[-2000:]}"
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def _limit_to(cpu_s: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
 
 
 def compile_for(config: Config, target: GPUTarget) -> Any:

@@ -184,6 +184,7 @@ def _stand_in(arch: int) -> Iterator[None]:
             (assemble, "make_device", _make_device),
             (compiling.logger, "debug", failed),
             (torch.nn.functional, "linear", _no_product),
+            (torch, "bmm", lambda x, y: x.new_zeros(*x.shape[:2], y.shape[2])),
             (torch, "empty", _zeroing(torch.empty)),
             (torch, "empty_like", _zeroing(torch.empty_like)),
             (torch.Tensor, "new_empty", _zeroing(torch.Tensor.new_empty)),
