@@ -43,6 +43,7 @@ class Spilled(NamedTuple):
 # No other launch spills. docs/inside/gpu-checks.md lists these, too.
 SPILLED = (
     Spilled("attention.attention._attention_kernel", {"CHUNK": "1024"}, 64),  # fixed cuts
+    Spilled("attention.delta_chunks._scan_kernel", {"D": "128", "E": "128"}, 16),  # on sm_120
     # 512 threads with 128 registers each; with 256 threads a row would take longer.
     Spilled("sampling.sampling_filtered.settle_filtered", {"CHUNKS": "16"}, 16),
 )
