@@ -71,8 +71,8 @@ def check(found: list[dict[str, Any]], names: Sequence[str]) -> None:
 
 # A cheap module of each kind that no quick test compiles to the end.
 CHEAP = [
-    "attention.attention_plan", "attention.states", "embedding", "moe_sort", "norm", "quantised_rows",
-    "rotary_rows", "sampling.mask", "sampling.verify",
+    "attention.attention_plan", "attention.states", "embedding", "moe_sort", "norm",
+    "quantised_rows", "rotary_rows", "sampling.mask", "sampling.verify",
 ]  # fmt: skip
 
 
