@@ -54,8 +54,8 @@ PLANS = {
             Stage("first", 120),
             Stage("bench", 270, "limits llama-8b qwen3-0.6b"),
         )),
-        Call("modes of a step, time line of the host, drafts, 4 and 8 bits, a mixture", (
-            Stage("bench", 380, "limits modes host guesses quantised qwen3-30b-a3b"),
+        Call("modes, time line of the host, drafts, 4 and 8 bits, a mixture, each kernel alone", (
+            Stage("bench", 450, "limits modes host guesses quantised qwen3-30b-a3b kernels"),
         )),
         Call("attention beside other libraries, other engines, profiler and sanitizer", (
             Stage("bench", 100, "limits attention paged"),

@@ -5,19 +5,18 @@
 
 import importlib
 import inspect
-import json
-import os
 import pkgutil
 import re
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quire.ops.kernels
-from tests.support.processes.forks import run_forked
+from tests.support.kernels.aot import compiled
 
+CHECKS_PAGE = Path(__file__).parents[2] / "docs" / "inside" / "gpu-checks.md"
 MOST_SHARED = 227 * 1024  # bytes of a thread block on sm_90
 ROOT = "quire.ops.kernels."
 WITHOUT_KERNELS = {"launch", "attention.attention_tiles", "products.tiles"}
@@ -37,19 +36,9 @@ FEW = ["attention.attention_plan", "matmul", "norm", "quantised_rows", "row_delt
 GROUPS = {"attention": list(FUSED), "quantised": QUANTISED, "others": OTHERS}
 
 
-def compiled(*arguments: str) -> list[dict[str, Any]]:
-    """Return what `tests.support.kernels.aot` prints."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.kernels.aot", *arguments]
-    run = run_forked(command, timeout_s=600, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads(run.stdout)
-    return found
-
-
 def test_few_compile_for_hopper_and_all_are_lowered() -> None:
     others = [name for name in NAMES if name not in FEW]
-    found = compiled("6", *FEW, "--lower", *others)
+    found = compiled("aot", "6", *FEW, "--lower", *others)
     lowered = [each for each in found if "ir" in each]
     assert {each["module"] for each in lowered} == set(others), "a module lists nothing"
     assert all("tt.func public @" in each["ir"] for each in lowered)
@@ -60,7 +49,7 @@ def test_few_compile_for_hopper_and_all_are_lowered() -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_each_launch_compiles_for_hopper(group: str) -> None:
     """Every launch that a module lists, and its machine code."""
-    check(compiled("1", *GROUPS[group]), GROUPS[group])
+    check(compiled("aot", "1", *GROUPS[group]), GROUPS[group])
 
 
 def check(found: list[dict[str, Any]], names: Sequence[str]) -> None:
@@ -80,12 +69,27 @@ def check(found: list[dict[str, Any]], names: Sequence[str]) -> None:
         assert each["fused"] in (None, FUSED.get(each["module"])), f"what is fused: {each}"
 
 
+# A cheap module of each kind that no quick test compiles to the end.
+CHEAP = [
+    "attention.attention_plan", "attention.states", "embedding", "moe_sort", "norm",
+    "quantised_rows", "rotary_rows", "sampling.mask", "sampling.verify",
+]  # fmt: skip
+
+
+def test_some_of_each_kind_compile_for_a_consumer_gpu() -> None:
+    found = compiled("aot", "99", *CHEAP, "--capability", "120")
+    assert {each["module"] for each in found} == set(CHEAP)
+    for each in found:
+        assert each["stack"] == 0, f"registers are spilled: {each}"
+        assert each["late_reads"] == 0, f"a buffer is loaded again before it is read: {each}"
+
+
 # Products, alone and fused; smaller cards have fewer registers and less shared memory.
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "86", "89", "120"])
 def test_products_compile_for_other_gpus(capability: str) -> None:
     names = "few_rows", "gate", "products.adapters", "products.stream_k"
-    for each in compiled("1", *names, "--capability", capability):
+    for each in compiled("aot", "1", *names, "--capability", capability):
         assert each["stack"] == 0, f"registers are spilled: {each}"
         assert each["late_reads"] == 0, f"a buffer is loaded again before it is read: {each}"
 
@@ -106,7 +110,7 @@ WAITING |= {
 def test_kernels_that_overlap_wait(step: int, capability: str) -> None:
     """Once, before all but the loads of the weight."""
     arguments = "--list", "OVERLAPPING", "--capability", capability
-    found = compiled(str(step), *WAITING, *arguments)
+    found = compiled("aot", str(step), *WAITING, *arguments)
     assert {each["module"] for each in found} == set(WAITING), "every kernel that may overlap"
     for each in found:
         order = WAITING[each["module"]]
@@ -126,7 +130,7 @@ ARRIVAL_ORDER = r"[LSB]*S[LB]*BMACBSL[LB]*S[LSB]*"
 @pytest.mark.parametrize("capability", ["80", "86", "89", "90", "120"])
 def test_the_last_program_reads_after_all_have_stored(capability: str) -> None:
     """Without spills, late reads or a second fence (test_attention_tiles.py: all launches)."""
-    found = compiled("1", *ARRIVING, "--list", "ARRIVING", "--capability", capability)
+    found = compiled("aot", "1", *ARRIVING, "--list", "ARRIVING", "--capability", capability)
     assert {each["module"] for each in found} == set(ARRIVING)
     for each in found:
         assert re.fullmatch(ARRIVAL_ORDER, each["arrival"]), each
@@ -140,6 +144,32 @@ def test_no_other_kernel_counts_arrivals() -> None:
     assert callers == {"attention.attention_merge", "products.stream_k"}
     callers = {name for name in NAMES if "merge_last(" in source_of(name)}
     assert {*callers, "products.stream_k"} == {*ARRIVING, "attention.attention_merge"}
+
+
+# Kernels that AMD's gfx942 does not take, by module; docs/inside/gpu-checks.md names the modules.
+NOT_FOR_AMD = {
+    "attention.delta_chunks": {"_solve_kernel"},
+    "matmul": {"_matmul_kernel"},
+    "quantised": {"_matmul_kernel"},
+    "quantised_moe": {"_grouped_kernel"},
+    "sampling.sampling_filtered": {"settle_filtered"},
+    "sampling.sampling_scan": {"scan"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_which_kernels_compile_for_amd(group: str) -> None:
+    found = compiled("aot", "amd", *GROUPS[group])
+    known = {f"{name}.{kernel}" for name in GROUPS[group] for kernel in NOT_FOR_AMD.get(name, ())}
+    assert set(found) == known
+
+
+def test_docs_name_the_modules_that_do_not_compile_for_amd() -> None:
+    text = " ".join(CHECKS_PAGE.read_text("utf-8").split())
+    names = re.search(r"gfx942, all modules compile except ([^.]*)\.", text)
+    assert names is not None
+    assert set(re.findall(r"`(\w+)`", names[1])) == {name.split(".")[-1] for name in NOT_FOR_AMD}
 
 
 def loads_of_weight(constants: dict[str, str]) -> int:

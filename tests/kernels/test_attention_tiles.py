@@ -1,9 +1,6 @@
 """Attention's launches on five compute capabilities: spills, late reads, copies and conversions."""
 
-import json
-import os
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -17,21 +14,12 @@ from quire.ops.kernels.attention.attention_tiles import (
     num_warps,
 )
 from tests.kernels.test_aot import ARRIVAL_ORDER
-from tests.support.processes.forks import run_forked
+from tests.support.kernels.aot import compiled
 
 ARCHS = (80, 86, 89, 90, 120)
 WIDE_BYTES = 192  # spilled by heads above 128 numbers that are quantised or have a fixed cut
 LATENT_BYTES = 24  # by latent attention with vectors of 8 bits, and with a fixed cut on 12.0
 FEW_BYTES = 64  # by some fixed cuts, and by small quantised heads except on Hopper
-
-
-def compiled(*what: str) -> list[dict[str, Any]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.kernels.aot", *what]
-    run = run_forked(command, timeout_s=1200, env=environment)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads(run.stdout)
-    return found
 
 
 def spill_limit(arch: int, name: str) -> int:
@@ -47,10 +35,11 @@ def spill_limit(arch: int, name: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_launch_reads_late_or_spills(arch: int) -> None:
-    found = compiled("spills", str(arch))
-    assert len(found) >= 50
+def test_no_launch_reads_late_or_spills(arch: int, part: str) -> None:
+    found = compiled("aot", "spills", str(arch), part)
+    assert len(found) >= 12
     for each in found:
         assert each["late_reads"] == 0, f"a buffer is loaded anew before it is read: {each}"
         assert each["stack"] <= spill_limit(arch, each["name"]), f"registers are spilled: {each}"
@@ -64,7 +53,7 @@ def test_no_launch_reads_late_or_spills(arch: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_no_latent_launch_reads_late_or_spills(arch: int) -> None:
-    found = compiled("latents", str(arch))
+    found = compiled("aot", "latents", str(arch), "0/1")
     assert len(found) >= 24
     for each in found:
         kv_format, _, kind = each["name"].split()[:3]
@@ -75,11 +64,12 @@ def test_no_latent_launch_reads_late_or_spills(arch: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_rotating_launch_reads_late_or_spills(arch: int) -> None:
+def test_no_rotating_launch_reads_late_or_spills(arch: int, part: str) -> None:
     """On Hopper three programs fit the registers and the shared memory of a multiprocessor."""
-    found = compiled("rotating", str(arch))
-    assert len(found) >= 24
+    found = compiled("aot", "rotating", str(arch), part)
+    assert len(found) >= 6
     for each in found:
         assert each["late_reads"] == 0, f"a buffer is loaded anew before it is read: {each}"
         assert each["stack"] == 0, f"registers are spilled: {each}"
@@ -94,14 +84,9 @@ def test_no_rotating_launch_reads_late_or_spills(arch: int) -> None:
 
 
 @pytest.mark.slow
-def test_attention_compiles_for_amd() -> None:
-    assert [each["stages"][-1] for each in compiled("amd")] == ["hsaco"] * 2
-
-
-@pytest.mark.slow
 def test_keys_are_copied_in_wide_pieces_and_without_slow_conversions() -> None:
     """Triton copies values of 8 bits 8 bytes at a time, since the product reads them by columns."""
-    found = {each["kv_format"]: each for each in compiled("loads")}
+    found = {each["kv_format"]: each for each in compiled("aot", "loads")}
     assert set(found["auto"]["copies"]) == {16}
     assert set(found["int8"]["copies"]) == set(found["fp8"]["copies"]) == {8, 16}
     assert [each["slow"] for each in found.values()] == [0, 0, 0]

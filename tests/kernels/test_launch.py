@@ -9,18 +9,22 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from quire.ops import kernels
+from quire.ops.gpu import GPU, gpu_of
 from quire.ops.kernels import norm
+from quire.ops.kernels.attention.attention_tiles import machine_of, machine_with
 from quire.ops.kernels.launch import (
     INTERPRETED,
     InterpretedKernel,
     Kernel,
     compiling,
+    stages_that_fit,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -65,3 +69,15 @@ def test_nothing_runs_within_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == []
     norm.rms_norm(x, weight, 1e-6)
     assert calls == [1]
+
+
+def test_launches_fit_the_properties_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(
+        major=8, minor=6, multi_processor_count=82, shared_memory_per_block_optin=99 << 10
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    device = torch.device("cuda")
+    assert gpu_of(device) == GPU((8, 6), 82, 99 << 10)
+    assert machine_of(device) == machine_with(82, has_warp_groups=False, has_space=False)
+    assert [stages_that_fit(4, size << 10, device) for size in (20, 33, 40, 100)] == [4, 3, 2, 1]
+    assert gpu_of(torch.device("cpu")) is None

@@ -7,6 +7,7 @@ used, and a warning is logged once.
 import functools
 import importlib
 import logging
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -14,6 +15,25 @@ import torch
 logger = logging.getLogger("quire")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Properties of a GPU that launches depend on. capability: its compute capability.
+    shared_bytes: shared memory that a thread block may use."""
+
+    capability: tuple[int, int]
+    num_processors: int
+    shared_bytes: int
+
+
+def gpu_of(device: torch.device) -> GPU | None:
+    """Return the properties of a GPU; None for other devices."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    shared_bytes = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return GPU((found.major, found.minor), found.multi_processor_count, shared_bytes)
 
 
 def kernels_for(tensor: torch.Tensor, name: str, any_dtype: bool = False) -> ModuleType | None:

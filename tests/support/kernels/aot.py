@@ -13,11 +13,13 @@ sixth of the work.
 
 Attention is launched in more ways than its CONFIGS have. Their lists, as JSON:
 
-    python -m tests.support.kernels.aot spills ARCH    spills and late reads on a capability
-    python -m tests.support.kernels.aot latents ARCH   the same of latent attention
-    python -m tests.support.kernels.aot rotating ARCH  the same of attention that rotates heads
-    python -m tests.support.kernels.aot loads          copies and conversions of decoding rows
-    python -m tests.support.kernels.aot amd            whether AMD's gfx942 takes attention
+    python -m tests.support.kernels.aot spills ARCH PART    spills and late reads on a capability
+    python -m tests.support.kernels.aot latents ARCH PART   the same of latent attention
+    python -m tests.support.kernels.aot rotating ARCH PART  the same of attention that rotates heads
+    python -m tests.support.kernels.aot loads               copies and conversions of decoding rows
+    python -m tests.support.kernels.aot amd MODULE ...      kernels that gfx942 does not take
+
+PART is K/N, for each Nth launch from the Kth (0 to N - 1).
 
 They differ in KV format, head size, tiles, and features that add code. float32 is absent: it spills
 registers everywhere (docs/inside/gpu.md).
@@ -26,11 +28,14 @@ registers everywhere (docs/inside/gpu.md).
 import argparse
 import importlib
 import json
+import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +50,9 @@ from quire.ops.kernels.attention.attention_tiles import WARP_GROUPS, Machine, ma
 from quire.ops.kernels.attention.latent import config as latent_config
 from quire.ops.kernels.attention.rotary_attention import config as rotary_config
 from quire.ops.kernels.launch import Config
+from tests.support.processes.forks import run_forked
 
+LIMIT_S = 1800  # of a program that compiles, on a busy machine
 ARCH = 90
 ARCHS = (80, 86, 89, 90, 120)
 HAS_SPACE = (80, 90)  # for three stages
@@ -67,6 +74,16 @@ RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 MEMORY = {"LDG": "L", "LDGSTS": "L", "STG": "S", "ACQBULK": "W", "PREEXIT": "P"}
 # An arrival: a barrier, a fence, an atomic addition, the end of what the cache held, a barrier.
 ARRIVAL = {"LDG": "L", "STG": "S", "BAR": "B", "MEMBAR": "M", "ATOMG": "A", "CCTL": "C"}
+
+
+def compiled(program: str, *arguments: str, limit_s: int = LIMIT_S) -> Any:
+    """Return the JSON that `tests.support.kernels.PROGRAM` prints, from a fork that compiles
+    kernels. limit_s: the time that it may take on a busy machine."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", f"tests.support.kernels.{program}", *arguments]
+    run = run_forked(command, timeout_s=limit_s, env=environment)
+    assert run.returncode == 0, f"{program} ended with {run.returncode}: {run.stderr[-2000:]}"
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def compile_for(config: Config, target: GPUTarget) -> Any:
@@ -109,7 +126,7 @@ def options_of(config: Config) -> dict[str, Any]:
 def compile_config(config: Config, reads_machine_code: bool, arch: int = ARCH) -> dict[str, Any]:
     """What the machine code takes."""
     binary = compile_for(config, GPUTarget("cuda", arch, 32))
-    registers, stack = _resources(binary.asm["cubin"])
+    registers, stack = resources(binary.asm["cubin"])
     return {
         "kernel": config.name or config.kernel.__name__,
         "constants": {name: str(value) for name, value in config.constants.items()},
@@ -168,7 +185,7 @@ def is_ordered(config: Config) -> bool:
     return name == "_ordered_kernel" or (is_attention and config.constants["CHUNK"] > 0)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def resources(cubin: bytes) -> tuple[int, int]:
     found = RESOURCES.search(_run("cuobjdump", "-res-usage", cubin))
     assert found is not None, "cuobjdump tells no resources"
     return int(found[1]), int(found[2])
@@ -249,10 +266,12 @@ def rotating_launches(arch: int) -> Iterator[tuple[str, Config]]:
                 yield name.strip(), rotary_config(size, group_size, **given)
 
 
-def spills_and_late_reads(found: Iterator[tuple[str, Config]], arch: int) -> list[dict[str, Any]]:
+def spills_and_late_reads(list_of: Any, arch: str, part: str) -> list[dict[str, Any]]:
+    """list_of: returns the launches on a capability, with names."""
+    first, _, step = part.partition("/")
     return [
-        {"name": name} | compile_config(each, reads_machine_code=False, arch=arch)
-        for name, each in found
+        {"name": name} | compile_config(each, reads_machine_code=False, arch=int(arch))
+        for name, each in islice(list_of(int(arch)), int(first), None, int(step))
     ]
 
 
@@ -274,26 +293,45 @@ def loads_and_conversions() -> list[dict[str, Any]]:
     return found
 
 
-def compiled_for_amd() -> list[dict[str, Any]]:
-    """Return the stages that Triton makes of decoding rows and of prompts for gfx942."""
-    target = GPUTarget("hip", "gfx942", 64)
-    machine = machine_with(304, has_warp_groups=False, has_space=False)
-    some = [attention_config(128, has_long=has_long, machine=machine) for has_long in (True, False)]
-    return [{"stages": list(compile_for(each, target).asm)} for each in some]
+def not_for_amd(*modules: str) -> list[str]:
+    """Return the kernels that do not compile for gfx942. Of each kernel the first launch is tried,
+    with as many stages as on Hopper or with one."""
+    return [
+        f"{module}.{configs[0].kernel.__name__}"
+        for module in modules
+        for configs in configs_of(module, "CONFIGS")
+        if not any(
+            compiles_for_amd(replace(configs[0], num_stages=stages))
+            for stages in sorted({configs[0].num_stages, 1}, reverse=True)
+        )
+    ]
+
+
+def compiles_for_amd(config: Config) -> bool:
+    """Compile a launch in a process of its own, which an error within LLVM ends."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the compiler's report
+        try:
+            status = int("hsaco" not in compile_for(config, GPUTarget("hip", "gfx942", 64)).asm)
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
 
 
 LISTS: dict[str, Any] = {
-    "spills": lambda arch: spills_and_late_reads(launches(arch), arch),
-    "latents": lambda arch: spills_and_late_reads(latent_launches(arch), arch),
-    "rotating": lambda arch: spills_and_late_reads(rotating_launches(arch), arch),
+    "spills": partial(spills_and_late_reads, launches),
+    "latents": partial(spills_and_late_reads, latent_launches),
+    "rotating": partial(spills_and_late_reads, rotating_launches),
     "loads": loads_and_conversions,
-    "amd": compiled_for_amd,
+    "amd": not_for_amd,
 }
 
 
 def main() -> None:
     if sys.argv[1] in LISTS:
-        print(json.dumps(LISTS[sys.argv[1]](*map(int, sys.argv[2:]))))
+        print(json.dumps(LISTS[sys.argv[1]](*sys.argv[2:])))
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("step", type=int)

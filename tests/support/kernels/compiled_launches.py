@@ -42,7 +42,8 @@ class _Utils:
 class StubDriver(DriverBase):
     """Driver of one device. launches: what has been launched."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
         self.launches: list[Launch] = []
         self.utils, launches = _Utils(), self.launches
 
@@ -73,7 +74,7 @@ class StubDriver(DriverBase):
         return ty
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return self._target
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
@@ -88,9 +89,9 @@ class StubDriver(DriverBase):
         return 5
 
 
-def use() -> StubDriver:
+def use(capability: int = 90) -> StubDriver:
     """Install a new driver and return it."""
-    made = StubDriver()
+    made = StubDriver(capability)
     driver.set_active(made)
     return made
 

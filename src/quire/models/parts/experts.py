@@ -26,6 +26,7 @@ from quire.models.parts.layers import (
 from quire.ops.adapters import AdapterSlots, ExpertAdapters
 from quire.ops.collective import all_reduce
 from quire.ops.elementwise import ClampedGate
+from quire.ops.gpu import is_gpu
 from quire.ops.moe import moe_experts, moe_route, moe_route_groups
 from quire.ops.weights.device_weights import Weight, pack_experts, stacked_weights
 from quire.ops.weights.formats import Quantization
@@ -364,7 +365,7 @@ def first_of(own: Cut) -> int | None:
 
 def experts_class(device: torch.device) -> type[ExpertList] | type[StackedExperts]:
     """Return the class of experts that a device multiplies."""
-    return StackedExperts if device.type == "cuda" else ExpertList
+    return StackedExperts if is_gpu(device) else ExpertList
 
 
 def linears(layers: nn.ModuleList) -> list[ExpertLinear]:

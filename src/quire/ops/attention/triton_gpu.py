@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.base.errors import ConfigError
+from quire.ops import gpu
 from quire.ops.attention.base import KVLayout, Part
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.attention.states import stored_table
@@ -57,7 +58,8 @@ def why_not(layout: KVLayout) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if layout.device.type != "cuda" and not interpreted:
+    found = gpu.gpu_of(layout.device)
+    if found is None and not interpreted:
         return f"it is for GPUs, not {layout.device.type}"
     if layout.dtype not in DTYPES:
         return f"it has float32, bfloat16 and float16, not {layout.dtype}"
@@ -65,15 +67,13 @@ def why_not(layout: KVLayout) -> str | None:
         return "Triton's interpreter computes bfloat16 wrongly"
     if layout.kv_format not in KV_FORMATS:
         return f"it stores keys and values as {', '.join(KV_FORMATS)}, not {layout.kv_format!r}"
-    if layout.kv_format == "fp8" and not interpreted:
-        major, minor = torch.cuda.get_device_capability(layout.device)
-        if (major, minor) < (8, 9):
-            return f"fp8 needs a GPU of compute capability 8.9, this one has {major}.{minor}"
+    if layout.kv_format == "fp8" and found is not None and found.capability < (8, 9):
+        major, minor = found.capability
+        return f"fp8 needs a GPU of compute capability 8.9, this one has {major}.{minor}"
     sizes = [group.head_dim for group in layout.groups]
     for group in layout.groups:
-        limit, vectors = MAX_HEAD_DIM, "heads"
-        if group.kind == LATENT:
-            limit, vectors = MAX_LATENT, "latent vectors"
+        is_latent = group.kind == LATENT
+        limit, vectors = (MAX_LATENT, "latent vectors") if is_latent else (MAX_HEAD_DIM, "heads")
         if group.head_dim > limit:
             return f"it has {vectors} of up to {limit} numbers, not {group.head_dim}"
     if layout.kv_format == "int8" and any(size % 4 for size in sizes):

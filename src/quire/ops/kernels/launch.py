@@ -22,11 +22,12 @@ from triton.runtime import driver
 from triton.runtime._async_compile import FutureKernel
 from triton.runtime.interpreter import InterpretedFunction
 
+from quire.ops import gpu
+
 VERSION = str(triton.__version__)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
 
 LIMIT = 1 << 31  # of integers that Triton passes with 32 bits
 MASK = 15  # Triton specialises for addresses and integers that are multiples of 16
@@ -48,9 +49,8 @@ def overlaps(device: torch.device) -> bool:
     """Return whether a kernel may begin before its predecessor has ended (programmatic dependent
     launch). It then waits before it reads what earlier kernels wrote, and before it writes. Off by
     default, because no GPU has run it yet."""
-    if os.environ.get(OVERLAP) != "1" or device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    found = gpu.gpu_of(device)
+    return os.environ.get(OVERLAP) == "1" and found is not None and found.capability >= (9, 0)
 
 
 def pdl_option(is_on: bool) -> dict[str, bool]:
@@ -318,10 +318,9 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 def stages_that_fit(max_stages: int, stage_bytes: int, device: torch.device) -> int:
     """Return the number of pipeline stages, from 1 to `max_stages`, whose buffers fit into shared
     memory. Results do not depend on it."""
-    if device.type != "cuda":
+    if (found := gpu.gpu_of(device)) is None:
         return max_stages
-    space = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return int(max(1, min(max_stages, space // stage_bytes)))
+    return max(1, min(max_stages, found.shared_bytes // stage_bytes))
 
 
 def next_power_of_2(number: int) -> int:

@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops import gpu
 from quire.ops.elementwise import ClampedGate
 from quire.ops.kernels.gate import clamped_factors
 from quire.ops.kernels.launch import Config, dot_dtype, kernel, next_power_of_2
@@ -523,8 +524,8 @@ def moe_experts(
         return grouped_experts(*arguments, tile, biases, clamped, has_others, num_real)
     if len(x_TD) <= FEW_TOKENS:
         return few_experts(*arguments, biases, clamped, has_others, num_real)
-    device = x_TD.device
-    takes_largest = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    found = gpu.gpu_of(x_TD.device)
+    takes_largest = found is not None and found.capability[0] in (9, 10)
     tile = tile_for(ids_TC.numel(), len(down_EDF), x_TD.dtype, takes_largest)
     return grouped_experts(*arguments, tile, biases, clamped, has_others, num_real)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.gpu import kernels_for
+from quire.ops import gpu
 from quire.ops.weights.formats import Quantization
 from quire.ops.weights.gpu_layout import GPULayout, layout_of
 from quire.ops.weights.opaque import OpaqueWeight
@@ -64,7 +64,7 @@ class GPUWeight(OpaqueWeight):
         return self.layout.bits == 8 and self.zeros is None and self.order is None
 
     def rows(self, ids_U: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        kernels = kernels_for(self.codes, "quantised_rows", any_dtype=True)
+        kernels = gpu.kernels_for(self.codes, "quantised_rows", any_dtype=True)
         assert kernels is not None
         found: torch.Tensor = kernels.look_up(ids_U, self, dtype)
         return found
@@ -84,7 +84,7 @@ def multiply(
     if weight.order is not None:
         x_TK = x_TK.index_select(1, weight.order)
     name = "fp8_matmul" if rounds_activations(x_TK, weight) else "quantised"
-    kernels = kernels_for(x_TK, name)
+    kernels = gpu.kernels_for(x_TK, name)
     assert kernels is not None, f"no kernel for {weight.format} on {x_TK.device}"
     out_TN: torch.Tensor = kernels.matmul(x_TK, weight, bias_N)
     return out_TN
@@ -103,7 +103,7 @@ def rounds_activations(x_TK: torch.Tensor, weight: GPUWeight) -> bool:
 
 def multiplies_float8(device: torch.device) -> bool:
     """Return whether the device's matrix instructions support e4m3 (capability 8.9 or more)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return (found := gpu.gpu_of(device)) is not None and found.capability >= (8, 9)
 
 
 # ---- packing ---------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def _tiles_of(query_len, GROUP: tl.constexpr, SHORT_ROWS: tl.constexpr, LONG_ROW
 def _span(context_len, tile, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
     """Return the maximum number of keys that a tile sees."""
     if WINDOW != 0:
-        context_len = tl.minimum(context_len, abs(WINDOW) + tile + ALIGN)
+        context_len = tl.minimum(context_len, max(WINDOW, -WINDOW) + tile + ALIGN)
     return context_len
 
 
@@ -367,7 +367,7 @@ def _cut_fixed_row(
     is_long = tiles > SPLIT_TILES
     chunks = (context_len + FIXED_CHUNK - 1) // FIXED_CHUNK
     if WINDOW != 0:
-        bounds = (abs(WINDOW) + ROWS // GROUP + ALIGN + 2 * FIXED_CHUNK - 2) // FIXED_CHUNK
+        bounds = (max(WINDOW, -WINDOW) + ROWS // GROUP + ALIGN + 2 * FIXED_CHUNK - 2) // FIXED_CHUNK
         chunks = tl.minimum(chunks, bounds)
     chunks = tl.where(query_len > 0, tl.where(is_long, 1, chunks), 0)
     return is_long, tile, tiles, query_len * 0 + FIXED_CHUNK, chunks

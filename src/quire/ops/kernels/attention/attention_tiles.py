@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton.language as tl
 
+from quire.ops import gpu
 from quire.ops.kernels.attention.attention_plan import Cut
 from quire.ops.kernels.attention.attention_write import FORMATS
 from quire.ops.kernels.launch import dot_dtype, next_power_of_2
@@ -59,11 +60,10 @@ HOPPER = Machine(2 * 132)
 def machine_of(device: torch.device) -> Machine:
     """Return the launch limits of a device. Triton's interpreter gets few programs, so that each
     handles several items."""
-    if device.type != "cuda":
+    if (found := gpu.gpu_of(device)) is None:
         return Machine(3)
-    found = torch.cuda.get_device_properties(device)
-    has_space = found.shared_memory_per_block_optin >= STAGES_BYTES
-    return machine_with(found.multi_processor_count, found.major in WARP_GROUPS, has_space)
+    has_space = found.shared_bytes >= STAGES_BYTES
+    return machine_with(found.num_processors, found.capability[0] in WARP_GROUPS, has_space)
 
 
 def machine_with(num_processors: int, has_warp_groups: bool, has_space: bool) -> Machine:

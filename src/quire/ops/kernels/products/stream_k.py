@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops import gpu
 from quire.ops.kernels.few_rows import ACTIVATIONS
 from quire.ops.kernels.gate import factors
 from quire.ops.kernels.launch import (
@@ -90,9 +91,8 @@ def serves(x_TI: torch.Tensor, weight_EI: torch.Tensor) -> bool:
 @functools.cache
 def _num_cores(device: torch.device) -> int:
     """Return the number of multiprocessors; few under Triton's interpreter."""
-    if device.type != "cuda":
-        return 5
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    found = gpu.gpu_of(device)
+    return 5 if found is None else found.num_processors
 
 
 @triton.jit
