@@ -30,6 +30,7 @@ import importlib
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -76,12 +77,12 @@ MEMORY = {"LDG": "L", "LDGSTS": "L", "STG": "S", "ACQBULK": "W", "PREEXIT": "P"}
 ARRIVAL = {"LDG": "L", "STG": "S", "BAR": "B", "MEMBAR": "M", "ATOMG": "A", "CCTL": "C"}
 
 
-def compiled(program: str, *arguments: str, limit_s: int = LIMIT_S) -> Any:
+def compiled(program: str, *arguments: str) -> Any:
     """Return the JSON that `tests.support.kernels.PROGRAM` prints, from a fork that compiles
-    kernels. limit_s: the time that it may take on a busy machine."""
+    kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", f"tests.support.kernels.{program}", *arguments]
-    run = run_forked(command, timeout_s=limit_s, env=environment)
+    run = run_forked(command, timeout_s=LIMIT_S, env=environment)
     assert run.returncode == 0, f"{program} ended with {run.returncode}: {run.stderr[-2000:]}"
     return json.loads(run.stdout.splitlines()[-1])
 
