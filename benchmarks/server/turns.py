@@ -4,8 +4,8 @@
 
 A conversation of 16,000 tokens is known to the server. The client sends it again with a new message
 of 500 tokens, as chat clients do. Its keys and values are in one of three places: on the device, in
-host memory, or in a directory. Two conversations alternate in a pool for one, so that the first
-turn of each loads its blocks from host memory, and the second finds them on the device. For the
+host memory, or in a directory. Two conversations alternate in a pool for one, with two turns each.
+The first turn loads the blocks from host memory, and the second finds them on the device. For the
 directory the server is started again.
 
 first token    from sending the body to the first chunk, at the client

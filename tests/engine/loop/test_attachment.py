@@ -168,9 +168,9 @@ def test_a_resting_attachment_is_called_again_after_some_plans() -> None:
     seen.rests = 3
     core.step()
     core.step()
-    assert (seen.calls[2:], seen.rests) == (["fake: answers", "fake: answers"], 1)
+    assert (seen.calls[2:], seen.rests) == ([], 1)
     core.step()
-    assert seen.calls[5:8] == ["fake: before_plan 0", "fake: hear plan", "fake: on_step next 2"]
+    assert seen.calls[2:5] == ["fake: before_plan 0", "fake: hear plan", "fake: on_step next 2"]
 
 
 def test_nothing_is_called_that_an_attachment_does_not_override() -> None:

@@ -54,8 +54,8 @@ def keys_of(tokens: Ints) -> Keys | None:
 
 
 def hashes(token_ids: npt.NDArray[np.integer]) -> tuple[Hashes, Hashes]:
-    """Return the hashes of the LONG and of the SHORT tokens that end at each token [N - LONG + 1]:
-    the first at token LONG - 1, the last at the end."""
+    """Return the hashes of the LONG and of the SHORT tokens [N - LONG + 1] that end at each token
+    from LONG - 1 on."""
     tokens = token_ids.astype(np.uint64)
     short = tokens[:-1] * np.uint64(BASE) + tokens[1:]  # [i]: of tokens i and i + 1
     long = short[:-4] * np.uint64(BASE_4) + short[2:-2] * np.uint64(BASE_2) + short[4:]

@@ -98,7 +98,7 @@ class Attachment:
     is_vital: what happens if a method raises. True: the engine stops, because requests depend on
     the attachment. False: the attachment is detached, with a warning in the log.
     rests: in how many plans `before_plan` is called again. The loop counts it down, and until it is
-    0 it calls none of `before_plan`, `hear` and `on_step`.
+    0 it calls only `accept` and `close`.
     pending: what the loop may wait for. Override it with a property, or keep the default."""
 
     order: int = 50

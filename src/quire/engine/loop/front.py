@@ -62,22 +62,18 @@ class Attachments:
         return request
 
     def hear(self, given: Given, decisions: Decisions) -> None:
-        self._notify(self._hear, given, decisions)
+        self._call(self._hear, given, decisions)
 
     def answers(self, now: float) -> list[Control]:
         return list(chain.from_iterable(self._call(self._answers, now)))
 
     def before_plan(self, num_in_flight: int) -> list[Control]:
-        awake = []
-        for each, method in self._before_plan:
-            if each.rests:
-                each.rests -= 1
-            if not each.rests:
-                awake.append((each, method))
-        return list(chain.from_iterable(self._call(awake, num_in_flight))) if awake else []
+        for each, _ in self._before_plan:
+            each.rests -= each.rests > 0
+        return list(chain.from_iterable(self._call(self._before_plan, num_in_flight)))
 
     def on_step(self, step: StepInFlight, phase: Phase) -> None:
-        self._notify(self._on_step, step, phase)
+        self._call(self._on_step, step, phase)
 
     def close(self, loop: Loop) -> None:
         """Close all attachments, in order, even if some of them raise."""
@@ -97,20 +93,13 @@ class Attachments:
         """Whether the next plan waits until no plan is in flight."""
         return any(each.pending.holds_plans for each in self._pending)
 
-    def _notify(self, methods: list[Method], *arguments: Any) -> None:
-        """Call a method of the attachments that do not rest."""
+    def _call(self, methods: list[Method], *arguments: Any) -> list[Any]:
+        """Call a method of the attachments that do not rest. Return its results, without those of
+        attachments that raise."""
+        results: list[Any] = []
         for each, method in methods:
             if each.rests:
                 continue
-            try:
-                method(*arguments)
-            except Exception as error:
-                self._fail(each, error)
-
-    def _call(self, methods: list[Method], *arguments: Any) -> list[Any]:
-        """Call a method of attachments. Return the results of the attachments that do not raise."""
-        results: list[Any] = []
-        for each, method in methods:
             try:
                 results.append(method(*arguments))
             except Exception as error:
