@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 907, 132_370
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 907, 132_530
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
@@ -132,7 +132,7 @@ ALLOWED_FOLDERS = {
 }  # fmt: skip
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 6_990
+MAX_CORE_LINES = 7_000
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 
