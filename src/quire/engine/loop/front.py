@@ -94,8 +94,8 @@ class Attachments:
         return any(each.pending.holds_plans for each in self._pending)
 
     def _call(self, methods: list[Method], *arguments: Any) -> list[Any]:
-        """Call a method of the attachments that do not rest. Return its results, without those of
-        attachments that raise."""
+        """Call a method of the attachments that do not rest. Return its results, except where it
+        raises."""
         results: list[Any] = []
         for each, method in methods:
             if each.rests:
