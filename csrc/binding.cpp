@@ -111,14 +111,14 @@ void find_runs(Address tokens, int64_t token_stride, Address rows, Address lengt
                      as<ConstInts>(lengths), count, min_length, max_length, searched, as<Ints>(places));
 }
 
-nb::list chain_digests(nb::bytes parent, nb::bytes blocks, size_t block_bytes) {
+nb::list chain_digests(nb::bytes parent, nb::bytes blocks, size_t block_bytes, bool is_portable) {
     if (parent.size() != quire::kDigestBytes || block_bytes == 0 || blocks.size() % block_bytes != 0)
         throw nb::value_error("needs a parent of 32 bytes, and whole blocks");
     const size_t num_blocks = blocks.size() / block_bytes;
     std::vector<uint8_t> digests(num_blocks * quire::kDigestBytes);
     quire::chain_digests(static_cast<const uint8_t*>(parent.data()),
                          static_cast<const uint8_t*>(blocks.data()), num_blocks, block_bytes,
-                         digests.data());
+                         digests.data(), is_portable);
     nb::list found;
     for (size_t i = 0; i < digests.size(); i += quire::kDigestBytes) {
         found.append(nb::bytes(digests.data() + i, quire::kDigestBytes));
@@ -530,9 +530,9 @@ NB_MODULE(_core, m) {
     m.def("token_rank", &token_rank, Unlocked());
     m.def("choose", &choose, Unlocked());
     m.def("apply_masks", &apply_masks, Unlocked());
-    m.def("chain_digests", &chain_digests,
-          nb::sig("def chain_digests(parent: bytes, blocks: bytes, block_bytes: int, /)"
-                  " -> list[bytes]"));
+    m.def("chain_digests", &chain_digests, nb::arg(), nb::arg(), nb::arg(), nb::arg() = false,
+          nb::sig("def chain_digests(parent: bytes, blocks: bytes, block_bytes: int,"
+                  " is_portable: bool = False, /) -> list[bytes]"));
     m.def("find_runs", &find_runs, Unlocked());
     m.def("gather_step", &gather_step, nb::kw_only(), "wide"_a, "narrow"_a, "tokens"_a,
           "token_stride"_a, "computed"_a, "rows"_a, "num_tokens"_a, "num_rows"_a, "tables"_a,

@@ -126,8 +126,9 @@ AddChunks fastest() { return add_chunks_portable; }
 }  // namespace
 
 void chain_digests(const uint8_t* parent, const uint8_t* blocks, size_t num_blocks,
-                   size_t block_bytes, uint8_t* digests) {
-    static const AddChunks add_chunks = fastest();
+                   size_t block_bytes, uint8_t* digests, bool is_portable) {
+    static const AddChunks chosen = fastest();
+    const AddChunks add_chunks = is_portable ? add_chunks_portable : chosen;
     const size_t size = kDigestBytes + block_bytes;
     const size_t num_chunks = (size + kLengthBytes) / kChunkBytes + 1;
     std::vector<uint8_t> message(num_chunks * kChunkBytes);

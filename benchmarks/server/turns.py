@@ -265,7 +265,7 @@ async def measure_cell(
     num_tokens = round(1.1 * (options.held + options.new))
     async with served(cell, name, num_tokens, folder) as player:
         await play.begin(player, 0)
-        if "host" in places:
+        if len(places) > 1:
             await play.begin(player, 1)
         for number in range(options.rounds + max(NUM_SKIPPED.values())):
             which = number % 2 if "host" in places else 0
@@ -328,7 +328,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--places", nargs="+", choices=places, default=places)
     parser.add_argument("--held", type=int, default=NUM_HELD, help="known tokens")
     parser.add_argument("--new", type=int, default=NUM_NEW, help="new tokens of a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of a place")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of a place, at least")
     parser.add_argument("--starts", type=int, default=2, help="of the server with the directory")
     options = parser.parse_args()
     options.places = [place for place in places if place in {"device", *options.places}]

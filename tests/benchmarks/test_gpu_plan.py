@@ -28,8 +28,8 @@ KERNELS = ["tests/kernels/test_gate.py", "tests/kernels/test_norm.py"]
 def test_the_four_calls_fit_and_what_has_changed_comes_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each call leaves time to write its results, and all of them to start and to transfer. No
-    bench of the device is in no call."""
+    """Each call leaves time to write its results, and all of them to start and to transfer.
+    Every benchmark of the device is in a call."""
     assert all(call.budget_s <= MAX_CALL_S - 30 for call in CALLS) and len(CALLS) == 4
     assert sum(call.budget_s for call in CALLS) <= 27.5 * 60
     planned = {name for call in CALLS for stage in call.stages for name in stage.pieces.split()}

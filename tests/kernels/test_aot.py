@@ -69,7 +69,7 @@ def check(found: list[dict[str, Any]], names: Sequence[str]) -> None:
         assert each["fused"] in (None, FUSED.get(each["module"])), f"what is fused: {each}"
 
 
-# A cheap module of each kind that no quick test compiles to the end.
+# Cheap modules of each kind, compiled for sm_120.
 CHEAP = [
     "attention.attention_plan", "attention.states", "embedding", "moe_sort", "norm",
     "quantised_rows", "rotary_rows", "sampling.mask", "sampling.verify",

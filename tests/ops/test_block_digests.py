@@ -29,6 +29,7 @@ def test_each_digest_is_that_of_hashlib(block_bytes: int) -> None:
         digest = hashlib.sha256(digest + blocks[i * block_bytes : (i + 1) * block_bytes]).digest()
         expected.append(digest)
     assert sha256_chain()(parent, blocks, block_bytes) == expected
+    assert core().chain_digests(parent, blocks, block_bytes, True) == expected  # type: ignore[union-attr]
     assert sha256_chain()(parent, b"", block_bytes) == []
 
 

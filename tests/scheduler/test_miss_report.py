@@ -1,5 +1,7 @@
 """Reasons for prefix misses: the reported hit, its tier and its first missing block."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -23,8 +25,11 @@ FULL = CacheGroup("full", (0,), 1, 8)
 TEXT = [int(n) for n in np.random.default_rng(5).integers(0, 1000, 60)]
 
 
-def scheduler_of(num_blocks: int = 40, hashed: str = "sha256", **settings: object) -> Scheduler:
-    kv = KVManager([FULL], [num_blocks], BLOCK, block_bytes=[1000], **settings)  # type: ignore[arg-type]
+def scheduler_of(
+    num_blocks: int = 40, hashed: str = "sha256", num_groups: int = 1, **settings: Any
+) -> Scheduler:
+    groups, sizes = [FULL] * num_groups, [num_blocks] * num_groups
+    kv = KVManager(groups, sizes, BLOCK, block_bytes=[1000] * num_groups, **settings)
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
     digester = Digester(make_block_hash(hashed))
     memory = Memory(kv, config.max_num_batched_tokens or 0, digester=digester)
@@ -278,7 +283,7 @@ def test_a_prompt_without_a_hit_or_a_miss_is_not_announced_to_its_client() -> No
 
 
 def test_times_of_evictions_are_known_later_and_few_are_stored() -> None:
-    """They are looked up when a report needs one; the oldest are forgotten."""
+    """They are looked up when a report needs one, or when there are many."""
     scheduler = scheduler_of(num_blocks=12)
     scheduler.misses._max_young = 16
     ask(scheduler, "a", TEXT[:30], now=1.0)
@@ -289,3 +294,15 @@ def test_times_of_evictions_are_known_later_and_few_are_stored() -> None:
         history = scheduler.misses
         assert history._num_evicted == sum(len(names) for _, names in history._evicted) <= 32
     assert ask(scheduler, "d", list(range(18_000, 18_041)), now=31.0).lost_s == 2.0
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_the_time_of_an_eviction_is_known_while_its_prompt_is(num_groups: int) -> None:
+    """However many blocks of other prompts and groups were evicted since."""
+    scheduler = scheduler_of(num_blocks=12, num_groups=num_groups)
+    scheduler.misses._max_young = 24
+    ask(scheduler, "a", TEXT[:30], now=1.0)
+    for i in range(3):
+        ask(scheduler, f"b{i}", list(range(100 * i, 100 * i + 40)), now=5.0 + i)
+    found = ask(scheduler, "c", TEXT[:30], now=10.0)
+    assert (found.miss, found.lost_s) == ("evicted", 4.0)

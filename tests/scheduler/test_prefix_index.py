@@ -8,7 +8,7 @@ import pytest
 from quire.base.messages import MeasuredRates
 from quire.kv.manager import LOAD, KVBlocks
 from quire.scheduler.reuse.held import Branch
-from quire.scheduler.reuse.index_changes import loading_is_cheaper
+from quire.scheduler.reuse.prefix_index import loading_is_cheaper
 from tests.scheduler.test_step_results import scheduler_of
 from tests.support.scheduler.fake_device import make_request
 

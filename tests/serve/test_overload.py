@@ -91,7 +91,7 @@ def test_what_is_done_in_time_is_not_disturbed(server: Server, client: openai.Op
 def test_a_flood_of_long_prompts_is_refused_within_a_second(server: Server) -> None:
     """So is what is wrong, and /health answers: whatever the core is doing."""
     wait_until(lambda: server.metric(RUNNING) + server.metric(WAITING) == 0, "it is idle")
-    end_s = time.monotonic() + 1.5
+    end_s = time.monotonic() + 2.5
     took_s: dict[int, list[float]] = {200: [], 400: [], 503: []}
     long = json.dumps({"prompt": [7] * 1900, "max_tokens": 40, "ignore_eos": True}).encode()
     wrong = json.dumps({"prompt": "Hi", "max_tokens": -5}).encode()

@@ -1,6 +1,6 @@
 """Scheduler with all features: the core's four doors, and questions about its state.
 
-    prefix index        hits by name, on the device and in host memory    index_changes.py
+    prefix index        hits by name, on the device and in host memory    prefix_index.py
     pinned prefixes     prompts whose blocks stay until they are unpinned pins.py, pinned.py
     retained requests   ended requests to continue or fork                held.py
     media inputs        images in prompts, and their encoder outputs      media_inputs.py
@@ -33,11 +33,12 @@ from quire.scheduler.live import live_state
 from quire.scheduler.media.media_inputs import MediaInputs, MediaRefusal
 from quire.scheduler.policy.extensions import extension_classes
 from quire.scheduler.reuse.held import Holds
-from quire.scheduler.reuse.index_changes import IndexWatch, PrefixIndex
+from quire.scheduler.reuse.index_changes import IndexWatch
 from quire.scheduler.reuse.miss_report import MissReports
 from quire.scheduler.reuse.partial_blocks import PartialBlocks
 from quire.scheduler.reuse.pinned import PinnedPrefixes
 from quire.scheduler.reuse.pins import Pins
+from quire.scheduler.reuse.prefix_index import PrefixIndex
 from quire.scheduler.reuse.stores import Stores
 from quire.scheduler.steering import Steering
 from quire.scheduler.views import PinsView, RequestView, SchedulerView, TierView

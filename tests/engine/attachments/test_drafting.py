@@ -82,3 +82,15 @@ def test_plans_in_flight_are_observed_before_the_rest() -> None:
     core.plan()
     core.take()
     assert drafter.calls[4:] == []
+
+
+def test_a_rest_holds_no_plans_back() -> None:
+    """Even if the last step had draft tokens, so that its successor had to wait."""
+    drafter = Sleeper()
+    core = core_with(drafter, depth=2)
+    ask(core, num_tokens=8)
+    drafter.holds_back, drafter.num_idle = True, 1000
+    core.plan()
+    assert not core.attachments.holds_plans
+    core.plan()
+    assert core.num_in_flight == 2

@@ -125,6 +125,10 @@ class Rig:
             self.drafted.append(nums)
         return self
 
+    def plan(self) -> Any:
+        """Return a plan of a token for each row, without draft tokens."""
+        return self._plan({})
+
     def _plan(self, nums: dict[int, int]) -> Any:
         num_drafts = np.array([nums.get(row, 0) for row in range(self.num_rows)])
         known = np.array([each.num_known_tokens for each in self.sequences])
@@ -264,6 +268,20 @@ def test_failed_look_ups_take_about_a_hundredth_at_most(
 
 
 # ---- numbers -------------------------------------------------------------------------------------
+
+
+def test_the_time_of_a_rest_counts_for_no_step(clock: Clock) -> None:
+    """Also if the rest ends early, with a plan in flight that began within it."""
+    rig = Rig(clock, 1).run(4)
+    drafter = rig.drafter
+    num_steps = drafter._num_steps
+    drafter.skip_plans(4)
+    clock.now_s += 100.0
+    drafter.skip_plans(-2)
+    drafter.observe(rig.plan(), Mock())
+    assert drafter._num_steps == num_steps + 2 and not drafter.num_idle
+    every = drafter._times, drafter._verified, drafter._flowing, drafter._flowing_verified
+    assert all((times.seconds(1) or 0.0) < 1.0 for times in every)
 
 
 def test_rests_grow_with_misses_up_to_the_limit() -> None:

@@ -417,14 +417,14 @@ print("torch" in sys.modules)
 def first_answer() -> str:
     """What the first process prints, which leaves a start without torch to those after it. It may
     have imported torch before."""
-    done = run_forked([sys.executable, "-c", ANSWER])
+    done = run_forked([sys.executable, "-c", ANSWER], timeout_s=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_a_second_answer_needs_no_torch(first_answer: str) -> None:
     first, second = first_answer, run_python(ANSWER)
-    assert first.endswith("True\n") and second.endswith("False\n")
+    assert second.endswith("False\n")
     assert first.splitlines()[:-1] == second.splitlines()[:-1]
 
 

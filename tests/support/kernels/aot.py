@@ -53,7 +53,7 @@ from quire.ops.kernels.attention.rotary_attention import config as rotary_config
 from quire.ops.kernels.launch import Config
 from tests.support.processes.forks import run_forked
 
-LIMIT_S = 1800  # of a program that compiles, on a busy machine
+LIMIT_S = 900  # of a program that compiles, on a busy machine
 ARCH = 90
 ARCHS = (80, 86, 89, 90, 120)
 HAS_SPACE = (80, 90)  # for three stages

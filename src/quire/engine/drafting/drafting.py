@@ -128,8 +128,8 @@ class Drafter(Protocol):
         ...
 
     def skip_plans(self, num: int) -> None:
-        """Count plans that are not shown, and whose results are not shown either. A negative number
-        takes some back, which are shown after all."""
+        """Advance the number of steps by plans for which neither `planned` nor `observe` is called.
+        A negative number corrects a rest that ended early."""
         ...
 
     def observe(self, plan: Plan, result: StepResult) -> None:
@@ -250,7 +250,7 @@ class Drafting:
 
     @property
     def num_idle(self) -> int:
-        """See `Drafter`. It is 0 unless both kinds of rows rest, or there can be none of a kind."""
+        """See `Drafter`. It is 0 unless each kind of rows rests or is impossible."""
         until = MAX_IDLE if self._only_forced else self._plain_rests.until
         if until > self._num_steps and self._grammars.num_followed:
             until = min(until, self._guided_rests.until)
@@ -469,7 +469,7 @@ class Drafting:
 
     def skip_plans(self, num: int) -> None:
         self._num_steps += num
-        self._began_s = self._taken_s = 0.0  # the result of the next plan is not timed alone
+        self._began_s = self._taken_s = 0.0  # the next result has no start time
 
     def planned(self, plan: Plan) -> None:
         self._num_steps += 1

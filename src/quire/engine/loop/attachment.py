@@ -97,8 +97,8 @@ class Attachment:
     order: the attachment with the lowest order is called first.
     is_vital: what happens if a method raises. True: the engine stops, because requests depend on
     the attachment. False: the attachment is detached, with a warning in the log.
-    rests: in how many plans `before_plan` is called again. The loop counts it down, and until it is
-    0 it calls only `accept` and `close`.
+    rests: number of times that the loop asks for a plan until the attachment is called again. The
+    loop counts it down. Meanwhile it calls only `accept` and `close`, and ignores `pending`.
     pending: what the loop may wait for. Override it with a property, or keep the default."""
 
     order: int = 50

@@ -68,7 +68,7 @@ class Attachments:
         return list(chain.from_iterable(self._call(self._answers, now)))
 
     def before_plan(self, num_in_flight: int) -> list[Control]:
-        for each, _ in self._before_plan:
+        for each in self.all:
             each.rests -= each.rests > 0
         return list(chain.from_iterable(self._call(self._before_plan, num_in_flight)))
 
@@ -86,12 +86,12 @@ class Attachments:
     @property
     def pending(self) -> list[Pending]:
         """Reasons of the attachments for the loop to wait."""
-        return [each.pending for each in self._pending]
+        return [each.pending for each in self._pending if not each.rests]
 
     @property
     def holds_plans(self) -> bool:
         """Whether the next plan waits until no plan is in flight."""
-        return any(each.pending.holds_plans for each in self._pending)
+        return any(pending.holds_plans for pending in self.pending)
 
     def _call(self, methods: list[Method], *arguments: Any) -> list[Any]:
         """Call a method of the attachments that do not rest. Return its results, except where it

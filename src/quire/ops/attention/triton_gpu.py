@@ -58,8 +58,7 @@ def why_not(layout: KVLayout) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    found = gpu.gpu_of(layout.device)
-    if found is None and not interpreted:
+    if not gpu.is_gpu(layout.device) and not interpreted:
         return f"it is for GPUs, not {layout.device.type}"
     if layout.dtype not in DTYPES:
         return f"it has float32, bfloat16 and float16, not {layout.dtype}"
@@ -67,7 +66,8 @@ def why_not(layout: KVLayout) -> str | None:
         return "Triton's interpreter computes bfloat16 wrongly"
     if layout.kv_format not in KV_FORMATS:
         return f"it stores keys and values as {', '.join(KV_FORMATS)}, not {layout.kv_format!r}"
-    if layout.kv_format == "fp8" and found is not None and found.capability < (8, 9):
+    needs_fp8 = layout.kv_format == "fp8" and not interpreted
+    if needs_fp8 and (found := gpu.gpu_of(layout.device)) and found.capability < (8, 9):
         major, minor = found.capability
         return f"fp8 needs a GPU of compute capability 8.9, this one has {major}.{minor}"
     sizes = [group.head_dim for group in layout.groups]

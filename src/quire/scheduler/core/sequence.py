@@ -187,8 +187,8 @@ class Sequence:
         only tokens with known scores count."""
         if not self.reads_cache and self.num_preemptions == 0:
             return 0
-        is_scored = self.request.params.prompt_logprobs is None
-        if is_scored or self.num_prompt_logprobs >= self.num_prompt_tokens - 1:
+        needs_no_scores = self.request.params.prompt_logprobs is None
+        if needs_no_scores or self.num_prompt_logprobs >= self.num_prompt_tokens - 1:
             return self.num_known_tokens
         return self.num_prompt_logprobs
 

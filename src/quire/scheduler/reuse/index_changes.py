@@ -1,4 +1,4 @@
-"""The prefix index: hits by name, and its changes as data.
+"""Changes of the prefix index as data.
 
 Changes are names that were added to and removed from pools. They are only recorded for a subscriber
 (`Scheduler.subscribe`). Pools then record names as they add and remove them, in order. The tokens
@@ -11,15 +11,13 @@ names are removed again, which is an ordinary change.
 """
 
 from collections.abc import Sequence as Seq
-from collections.abc import Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.base.messages import MeasuredRates, Request
-from quire.kv.manager import KVBlocks, KVManager
-from quire.scheduler.core.extension import CacheListener, HitSource
-from quire.scheduler.core.names import BlockNaming
+from quire.base.messages import Request
+from quire.kv.manager import KVManager
+from quire.scheduler.core.extension import CacheListener
 from quire.scheduler.core.sequence import Int32, Sequence
 
 
@@ -99,50 +97,3 @@ class IndexWatch(CacheListener):
         if not changes and not was_cleared:
             return None
         return IndexDelta(was_cleared, changes, named, self._block_size)
-
-
-class Rated(Protocol):
-    """Owner of the measured rates of prefill and copies."""
-
-    rates: MeasuredRates
-
-
-class PrefixIndex(HitSource):
-    """Hit source of all named blocks, on the device and in host memory."""
-
-    entries: Sized = (True,)  # never empty: a look-up is cheap
-
-    def __init__(self, kv: KVManager, names: BlockNaming, rated: Rated) -> None:
-        self._kv, self._names, self._rated = kv, names, rated
-
-    def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
-        """See HitSource."""
-        if best is not None and best.num_tokens == sequence.num_known_tokens - 1:
-            return best  # nothing is longer
-        kv, (digests, num_tokens) = self._kv, self._names.readable(sequence)
-        hit = kv.get_computed_blocks(digests, num_tokens)
-        if hit.num_loads:
-            near = kv.get_computed_blocks(digests, num_tokens, on_host=False)
-            if not loading_is_cheaper(kv, hit, near, self._rated.rates):
-                hit = near
-        return hit if best is None or hit.num_tokens > best.num_tokens else best
-
-    def num_tokens(self, sequence: Sequence) -> int:
-        """See HitSource. Cached until the index changes."""
-        kv = self._kv
-        if sequence.found_at != kv.num_index_changes:
-            num_blocks = kv.num_computed_blocks(*self._names.readable(sequence))
-            sequence.found_tokens = num_blocks * kv.block_size
-            sequence.found_at = kv.num_index_changes
-        return sequence.found_tokens
-
-
-def loading_is_cheaper(kv: KVManager, hit: KVBlocks, near: KVBlocks, rates: MeasuredRates) -> bool:
-    """Return whether loading the host part of a hit is cheaper than computing it. hit: hit with
-    host blocks; near: hit on the device only. True if a rate is unknown."""
-    sizes = kv.block_bytes
-    if not (rates.prefill_tokens_per_s and rates.copy_bytes_per_s and sizes):
-        return True
-    num_bytes = sum(len(away) * size for away, size in zip(hit.host, sizes, strict=True))
-    num_tokens = hit.num_tokens - near.num_tokens
-    return num_bytes / rates.copy_bytes_per_s < num_tokens / rates.prefill_tokens_per_s

@@ -83,7 +83,7 @@ class MissReports(HitSource, CacheListener):
     """Memory of recent prompts, which reports the hit of each new prompt and the reason of its
     miss.
 
-    `publish`: called with a sequence, its report, whether it has a hit, and the time. most_blocks:
+    `publish`: called with a sequence, its report, whether it has a hit, and the time. max_blocks:
     digests to remember, in two generations; when the younger one is full, the older one is dropped.
     As the last hit source, it finds no hits itself and sees the hits of the others.
     """
@@ -172,9 +172,8 @@ class MissReports(HitSource, CacheListener):
                 self._evicted.append((now, list(pool.lost)))
                 self._num_evicted += len(pool.lost)
                 pool.lost.clear()
-        while self._num_evicted > 2 * self._max_young:  # their prompts are forgotten, too
-            _, names = self._evicted.popleft()
-            self._num_evicted -= len(names)
+        if self._num_evicted > 2 * self._max_young:
+            self._note_evictions()
 
     def _note_evictions(self) -> None:
         """Note the times at which known blocks were evicted, which only some reports need."""
