@@ -94,8 +94,8 @@ OWNERS = (
     adapter_waits, host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals,
     beams, branching, drafts, encoder_cache, failures, held, index_changes, keeping, lifecycle,
     media_inputs, memory, miss_report, names, offers, partial_blocks, pinned, pins, planning, plans,
-    preemption, prefix_index, queue, rows, scheduler, sequence, srtf, steering, step_results, stores, suspects,
-    tenants, time_limits, two_level,
+    preemption, prefix_index, queue, rows, scheduler, sequence, srtf, steering, step_results,
+    stores, suspects, tenants, time_limits, two_level,
 )  # fmt: skip
 
 

@@ -216,7 +216,9 @@ class Core(Protocol):
     ) -> None: ...  # fmt: skip
 
     # --- blocks of tokens ---
-    def chain_digests(self, parent: bytes, blocks: bytes, block_bytes: int, /) -> list[bytes]: ...
+    def chain_digests(
+        self, parent: bytes, blocks: bytes, block_bytes: int, is_portable: bool = False, /
+    ) -> list[bytes]: ...
 
     # --- rows of tokens ---
     def find_runs(
