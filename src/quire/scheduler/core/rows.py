@@ -59,8 +59,7 @@ class Rows:
     @property
     def running(self) -> Int64:
         """Running rows by priority, then arrival, int64 [N]."""
-        if self._left or self._joined:
-            self._update_order()
+        self.update_order()
         return self._in_order
 
     @property
@@ -132,7 +131,7 @@ class Rows:
         row's start for the plan. is_indexed: whether its full blocks enter the index."""
         table, request, params = self.table, sequence.request, sequence.params
         if self._left:
-            self._update_order()  # since the row may have left
+            self.update_order()  # since the row may have left
         row = sequence.row = self.free.pop()
         known = sequence.saved_tokens
         table.tokens[row, : len(known)] = known
@@ -195,9 +194,11 @@ class Rows:
         self.table.priority[rows] = priority
         self._in_order = self._sorted(self.running)
 
-    def _update_order(self) -> None:
+    def update_order(self) -> None:
         """Sort in the rows that have joined, and remove the rows that have left. One update serves
         all rows of a step."""
+        if not (self._joined or self._left):
+            return
         table, running = self.table, self._in_order
         if self._joined:
             last = [*running[-1:].tolist(), *self._joined]

@@ -229,6 +229,7 @@ class SchedulerCore:
         lifecycle = self.lifecycle
         if lifecycle.ended:
             self._notify_watchers()
+        self.rows.update_order()  # questions between two calls change nothing
         if outputs is not None:
             for sequence, finish in lifecycle.take_dropped():
                 outputs.finish(sequence, finish)
