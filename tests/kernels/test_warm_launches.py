@@ -21,7 +21,6 @@ ELSEWHERE = {
     "products.stream_k._stream_k_kernel",
 }
 UNLISTED = {
-    "attention.attention_write._write_kernel",
     "embedding._features_kernel",
     "sampling.philox._uniform_at_kernel",
     "sampling.philox._uniform_kernel",
@@ -43,7 +42,11 @@ class Spilled(NamedTuple):
 # No other launch spills. docs/inside/gpu-checks.md lists these, too.
 SPILLED = (
     Spilled("attention.attention._attention_kernel", {"CHUNK": "1024"}, 64),  # fixed cuts
+    Spilled("attention.attention._attention_kernel", {"HEAD_DIM": "256"}, 8, (86, 89)),
     Spilled("attention.delta_chunks._scan_kernel", {"D": "128", "E": "128"}, 16, (120,)),
+    Spilled("attention.delta_chunks._scan_kernel", {"D": "128", "E": "128"}, 24, (86, 89)),
+    Spilled("few_rows._few_rows_kernel", {"ROWS": "2", "INPUTS": "9216"}, 8, (86, 89)),
+    Spilled("matmul._matmul_kernel", {"BLOCK_N": "64", "BLOCK_K": "128"}, 16, (80, 86, 89)),
     # 512 threads with 128 registers each; with 256 threads a row would take longer.
     Spilled("sampling.sampling_filtered.settle_filtered", {"CHUNKS": "16"}, 16),
 )
