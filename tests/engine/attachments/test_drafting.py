@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from quire.base.plan import Plan, StepResult
-from quire.engine.attachments.drafting import DraftingAttachment
+from quire.engine.attachments.drafting import FULL_PLANS, DraftingAttachment
 from quire.engine.loop.core import EngineCore
 from tests.engine.loop.test_attachment import ask, make_core
 from tests.support.engine.attachments import StandIn
@@ -94,3 +94,18 @@ def test_a_rest_holds_no_plans_back() -> None:
     assert not core.attachments.holds_plans
     core.plan()
     assert core.num_in_flight == 2
+
+
+def test_nothing_is_drafted_for_plans_without_room() -> None:
+    drafter = Sleeper()
+    core = core_with(drafter)
+    core.scheduler.token_budget = 2
+    ask(core, "a", num_tokens=30)
+    core.step()
+    assert drafter.num_plans == 1 and drafter.calls
+    ask(core, "b", num_tokens=30)
+    core.step()  # "b" joins this plan
+    drafter.calls.clear()
+    for _ in range(FULL_PLANS):
+        core.step()
+    assert (drafter.calls, drafter.num_plans) == ([], 2 + FULL_PLANS)

@@ -15,6 +15,7 @@ from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 
 HOLDS_PLANS = Pending(holds_plans=True)
+FULL_PLANS = 8  # plans without drafts where the running rows take the whole token budget
 
 
 class DraftingAttachment(Attachment):
@@ -38,7 +39,9 @@ class DraftingAttachment(Attachment):
 
     def before_plan(self, num_in_flight: int) -> Sequence[Control]:
         drafter, self._num_in_flight = self.drafter, num_in_flight
-        if num_idle := drafter.num_idle:
+        scheduler = self._scheduler
+        is_full = scheduler.num_running >= scheduler.token_budget  # plans have no room for drafts
+        if num_idle := drafter.num_idle or FULL_PLANS * is_full:
             if num_in_flight == 0:
                 self.rests = num_idle
                 drafter.skip_plans(num_idle)
