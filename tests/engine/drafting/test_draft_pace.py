@@ -133,6 +133,16 @@ def test_the_first_guess_pays_for_the_step_that_tries_it() -> None:
     assert lengths([4], [0.4], 0, times, verified=verified) == [3]
 
 
+def test_steps_beyond_the_token_budget_are_not_tried() -> None:
+    """They would be cut to the budget, so their times would stay unknown."""
+    plain, verified = times_of(t64=8.0), times_of(t256=60.0)
+    drafts, chances = [8] * 64, [0.9] * 64
+    assert sum(lengths(drafts, chances, 0, plain, verified=verified)) > 256 - 64
+    assert not any(lengths(drafts, chances, 0, plain, verified=verified, max_tokens=256))
+    free = times_of(t64=8.0, t256=8.0)
+    assert sum(lengths(drafts, chances, 0, free, max_tokens=256)) == 256 - 64
+
+
 def test_what_no_step_has_tried_for_long_is_tried_again() -> None:
     verified = times_of(t8=100.0)
     for _ in range(FORGOTTEN + 1):

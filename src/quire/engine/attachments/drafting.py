@@ -29,6 +29,7 @@ class DraftingAttachment(Attachment):
 
     def __init__(self, drafter: Drafter, scheduler: Scheduler, limits: RequestLimits) -> None:
         self.drafter = drafter
+        drafter.max_tokens = scheduler.token_budget
         self._scheduler = scheduler
         self._limits = limits
         self._num_in_flight = 0

@@ -67,7 +67,10 @@ class DeviceDrafting(Drafting):
         max_drafts = [min(self._settings.num_tokens, room) for room in rooms]
         chances = [draft_state.chance.value for draft_state in draft_states]
         plain, verified = self._flowing, self._flowing_verified
-        nums = lengths(max_drafts, chances, num_running - len(sequences), plain, verified=verified)
+        nums = lengths(
+            max_drafts, chances, num_running - len(sequences), plain, verified=verified,
+            max_tokens=self.max_tokens,
+        )  # fmt: skip
         if plain.seconds(1) is None and verified.seconds(1) is not None:
             nums = [0] * len(nums)  # measure steps without drafts first
         drafts = []

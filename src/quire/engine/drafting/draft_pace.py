@@ -31,6 +31,7 @@ FIRST_CHANCE = 0.7  # initial acceptance probability
 MIN_CHANCE = 0.05  # minimum probability of another draft token
 MIN_GAIN = 1.02  # minimum ratio of the token rate with draft tokens to the one without
 HOPE = 0.01  # growth of the chance per step without draft tokens, so that drafting is tried again
+UNLIMITED = 1 << 30  # tokens of a step
 FREE_TOKENS = 32  # tokens of a step that is tried at any time
 SIZES = (1, 2, 3, *(size * 2**power for power in range(12) for size in (4, 6)))  # to 12,288 tokens
 
@@ -176,6 +177,7 @@ def lengths(
     times: StepTimes,
     drafting_s: Callable[[int], float] | None = None,
     verified: StepTimes | None = None,
+    max_tokens: int = UNLIMITED,
 ) -> list[int]:
     """Return the number of draft tokens for each row that gives the highest token rate.
 
@@ -189,15 +191,16 @@ def lengths(
         times: times of steps.
         drafting_s: seconds to draft that many tokens for all rows.
         verified: times of steps with draft tokens, if they differ from `times`.
+        max_tokens: token budget of a step. Larger steps would be cut, so their times stay unknown.
     """
     num_tokens = num_others + len(max_drafts)
     plain_s = times.seconds(num_tokens)
     if plain_s is None:
         return list(max_drafts)
     rows, depths, gains = _draft_gains(max_drafts, chances)
-    if len(rows) == 0:
+    order = np.argsort(-gains, kind="stable")[: max(0, max_tokens - num_tokens)]
+    if len(order) == 0:
         return [0] * len(max_drafts)
-    order = np.argsort(-gains, kind="stable")
     gained = num_tokens + np.cumsum(gains[order])
     seconds = (verified or times).verify_seconds(times, num_tokens + 1 + np.arange(len(order)))
     if drafting_s is not None:

@@ -29,6 +29,7 @@ from quire.base.plan import Int32, Int64, Plan, StepResult
 from quire.base.settings.speculation import FORCED, NGRAM, SUFFIX, Speculation
 from quire.engine.drafting.draft_pace import (
     OLD_WEIGHT_OF_ALL,
+    UNLIMITED,
     Chance,
     PlannedDraft,
     StepTimes,
@@ -90,7 +91,10 @@ class Drafter(Protocol):
     holds_back: whether the next plan must wait until no plan is in flight.
     drafts_on_device: whether the device makes the next draft tokens, even while plans are in
     flight.
-    decides_wait: whether `decide_wait` may change `holds_back`."""
+    decides_wait: whether `decide_wait` may change `holds_back`.
+    max_tokens: token budget of a step, which the attachment sets."""
+
+    max_tokens: int
 
     @property
     def num_idle(self) -> int: ...
@@ -214,7 +218,7 @@ class Drafting:
         plugin: PluginDrafters | None = None,
     ) -> None:
         self._settings, self._grammars, self._plugin = speculation, grammars, plugin
-        self._only_forced = speculation.method == FORCED
+        self._only_forced, self.max_tokens = speculation.method == FORCED, UNLIMITED
         is_suffix, is_ngram = speculation.method == SUFFIX, speculation.method == NGRAM
         runs = speculation.shortest_run, speculation.longest_run
         self._ngrams = NGrams(*runs) if is_ngram else None
@@ -361,8 +365,9 @@ class Drafting:
         sizes = [len(each.draft_ids) - num_pending for each in found]
         chances = [each.chance for each in found]  # of rows without grammars
         nums = lengths(
-            sizes, chances, num_running - len(found), self._times, verified=self._verified
-        )
+            sizes, chances, num_running - len(found), self._times, verified=self._verified,
+            max_tokens=self.max_tokens,
+        )  # fmt: skip
         for num, each in zip(nums, found, strict=True):
             gained += sum(each.chance ** (num_pending + i) for i in range(1, num + 1))
             if num == 0 and each.draft_state is not None:
@@ -388,6 +393,7 @@ class Drafting:
             num_running - len(judged),
             self._times,
             verified=self._verified,
+            max_tokens=self.max_tokens,
         )
         return nums[: len(found)]
 

@@ -21,6 +21,7 @@ from quire.base.messages import Draft
 from quire.base.plan import DraftAnswer, DraftOrder, Int32, Int64, Plan, StepResult
 from quire.base.settings.speculation import MAX_DRAFT_TOKENS
 from quire.engine.drafting.draft_pace import (
+    UNLIMITED,
     Chance,
     PlannedDraft,
     StepTimes,
@@ -104,7 +105,7 @@ class ModelDrafting:
         self._verifying: dict[int, _DraftState] = {}  # rows with draft tokens from the last call
         self._last: Plan | None = None  # last executed plan, until the drafter has seen it
         self._times, self._draft_times = StepTimes(), StepTimes()
-        self._began_s = 0.0
+        self._began_s, self.max_tokens = 0.0, UNLIMITED
         self._num_resting = 0  # steps left to skip
 
     def planned(self, plan: Plan) -> None:
@@ -252,6 +253,7 @@ class ModelDrafting:
             num_others + len(sequences) - len(candidates),
             self._times,
             lambda num: self._draft_times.seconds(num) or 0.0,
+            max_tokens=self.max_tokens,
         )
         self._num_resting = 0 if any(nums) else REST - 1
         for (each, _), num in zip(candidates, nums, strict=True):
