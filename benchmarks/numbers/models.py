@@ -27,11 +27,11 @@ SPECULATION = (
     Section(
         "Draft tokens by workload",
         "Times the plain speed of the demo model with the method `suffix`, and the 95 % interval of"
-        " the median of pairs. Tool calls and JSON have a grammar. The aims: no cell below 0.99,"
-        " and 1.5 for tool calls and JSON with one row.",
+        " the median of pairs. Cells with fewer than six pairs show the range of all. Tool calls"
+        " and JSON have a grammar. The aims: no cell below 0.99, and 1.5 for tool calls and JSON"
+        " with one row.",
         "python -m benchmarks.models.speculation",
         (Table(ZEN3 + "speculation_demo.json", *SPECULATED),),
-        is_new=True,
     ),
     Section(
         "Draft tokens of a larger model",
