@@ -45,9 +45,9 @@ SERVER = Page("server.md", "Server and start", (
         "Start of a turn",
         "A conversation of 16,000 tokens is known, and the client sends it again with 500 new"
         " tokens. `later` is the time to the first token minus the model's own time, which is"
-        " always that of turns on the device. The aim is 10 ms, plus 1.3 times the moved bytes over the bandwidth of the place. `wide` is two"
-        " layers of Qwen3-0.6B. The second table has the parts of a turn, each alone"
-        " and without the model.",
+        " always that of turns on the device. The aim is 10 ms, plus 1.3 times the moved bytes"
+        " over the bandwidth of the place. `wide` is two layers of Qwen3-0.6B. The second table"
+        " has the parts of a turn, each alone and without the model.",
         "python -m benchmarks.server.turns",
         (Table(ZEN3 + "turns.json", {
             "cell": "{cell}", "keys and values in": "{place}", "MB moved":
