@@ -30,7 +30,7 @@ BUDGETS = {
     "engine/attachments": 2150,
     "engine/client": 2400,
     "engine/connectors": 2150,
-    "engine/drafting": 1870,
+    "engine/drafting": 1880,
     "engine/executors": 640,
     "engine/grammars": 860,
     "engine/loop": 1190,
@@ -59,7 +59,7 @@ BUDGETS = {
     "ops/attention": 3380,
     "ops/blocks": 660,
     "ops/collectives": 430,
-    "ops/host": 950,
+    "ops/host": 960,
     "ops/kernels": 4120,
     "ops/kernels/attention": 4340,
     "ops/kernels/products": 830,
@@ -89,7 +89,7 @@ BUDGETS = {
     "scheduler/core": 3830,
     "scheduler/media": 390,
     "scheduler/policy": 350,
-    "scheduler/reuse": 2680,
+    "scheduler/reuse": 2690,
     "serve": 2930,
     "serve/anthropic": 950,
     "serve/batches": 2320,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 907, 132_530
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 908, 132_570
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {
