@@ -241,7 +241,7 @@ def test_a_drafter_that_may_rest_catches_up(monkeypatch: pytest.MonkeyPatch) -> 
         )
         monkeypatch.setattr(
             "quire.engine.drafting.model_drafting.lengths",
-            lambda most, *_: most if counts.steps > 40 else [0] * len(most),
+            lambda most, *_, **__: most if counts.steps > 40 else [0] * len(most),
         )
         assert answers(llm, params, [[5, 9, 13]]) == plain
     assert sizes[:2] == [[16], [16]] and sizes[2][0] < 16
