@@ -50,7 +50,7 @@ class FrozenRecord(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class RowStart:
-    """A sequence takes a row. Never changed; it takes three times as long to create if frozen."""
+    """A sequence takes a row. No code changes it, but freezing would triple its cost."""
 
     row: int
     token_ids: Int32  # known tokens

@@ -96,6 +96,17 @@ def test_a_rest_holds_no_plans_back() -> None:
     assert core.num_in_flight == 2
 
 
+def test_a_drafter_that_needs_each_plan_gets_those_without_room() -> None:
+    drafter = Sleeper()
+    drafter.may_skip = False
+    core = core_with(drafter)
+    core.scheduler.token_budget = 1
+    ask(core, num_tokens=9)
+    for _ in range(3):
+        core.step()
+    assert drafter.calls == ["planned", "observed"] * 3
+
+
 def test_nothing_is_drafted_for_plans_without_room() -> None:
     drafter = Sleeper()
     core = core_with(drafter)

@@ -54,6 +54,7 @@ class StandIn:
 
     holds_back = drafts_on_device = decides_wait = False
     num_idle = num_tried = 0
+    may_skip = True
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
         return rows

@@ -15,7 +15,7 @@ from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 
 HOLDS_PLANS = Pending(holds_plans=True)
-FULL_PLANS = 8  # plans without drafts where the running rows take the whole token budget
+FULL_PLANS = 8  # length of a rest while the running rows take the whole token budget
 
 
 class DraftingAttachment(Attachment):
@@ -23,7 +23,8 @@ class DraftingAttachment(Attachment):
 
     A drafter on the host needs the last token, so it drafts while no plan is in flight. It decides
     whether the next plan should wait for that. A drafter on the device drafts for each plan. While
-    the drafter is idle and no plan from before is in flight, the attachment rests."""
+    the drafter is idle or plans have no room for drafts, the attachment rests. It first waits for
+    the results of plans in flight."""
 
     order = Order.DRAFTING
 
@@ -40,9 +41,10 @@ class DraftingAttachment(Attachment):
 
     def before_plan(self, num_in_flight: int) -> Sequence[Control]:
         drafter, self._num_in_flight = self.drafter, num_in_flight
-        scheduler = self._scheduler
-        is_full = scheduler.num_running >= scheduler.token_budget  # plans have no room for drafts
-        if num_idle := drafter.num_idle or FULL_PLANS * is_full:
+        num_idle, num_running = drafter.num_idle, self._scheduler.num_running
+        if drafter.may_skip and num_in_flight == 0 and num_running >= self._scheduler.token_budget:
+            num_idle = num_idle or FULL_PLANS
+        if num_idle:
             if num_in_flight == 0:
                 self.rests = num_idle
                 drafter.skip_plans(num_idle)
@@ -55,7 +57,7 @@ class DraftingAttachment(Attachment):
             if not drafts_on_device:
                 return ()
         found = self._candidates(None if drafts_on_device else 0)
-        drafts = drafter.propose(found, self._scheduler.num_running)
+        drafts = drafter.propose(found, num_running)
         if not drafts:
             return ()
         return [

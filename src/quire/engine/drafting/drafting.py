@@ -86,15 +86,16 @@ def repeated(tokens: Int32, place: int, num: int) -> list[int]:
 class Drafter(Protocol):
     """Interface of a drafter, for the attachment that calls it.
 
-    num_idle: number of plans, from the next one on, for which it drafts nothing. It may become
-    smaller when a request with a grammar arrives.
+    num_idle: number of next plans without drafts. A request with a grammar may make it smaller.
     holds_back: whether the next plan must wait until no plan is in flight.
     drafts_on_device: whether the device makes the next draft tokens, even while plans are in
     flight.
     decides_wait: whether `decide_wait` may change `holds_back`.
-    max_tokens: token budget of a step, which the attachment sets."""
+    max_tokens: token budget of a step, which the attachment sets.
+    may_skip: whether the drafter works on after plans that it did not see."""
 
     max_tokens: int
+    may_skip: bool
 
     @property
     def num_idle(self) -> int: ...
@@ -209,6 +210,8 @@ class Drafting:
     several plans are in flight, as on a GPU, each result decides whether the next plan waits for
     the others (`holds_back`). It waits if drafting should gain more than the device loses by
     waiting for the host. If not, plans follow each other as they do without drafts."""
+
+    may_skip = True
 
     def __init__(
         self,

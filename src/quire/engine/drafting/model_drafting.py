@@ -89,7 +89,7 @@ class ModelDrafting:
 
     num_idle = 0
     holds_back = True  # the last token must be known, and any row can have draft tokens
-    drafts_on_device = decides_wait = False
+    drafts_on_device = decides_wait = may_skip = False
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class ModelDrafting:
                 trying.verified = verified
 
     def skip_plans(self, num: int) -> None:
-        """Do nothing: this drafter is never idle."""
+        """Do nothing: this drafter sees each plan, since it reads what the plan computes."""
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
         """Return all `rows` [N]: a model can draft for each of them."""

@@ -38,7 +38,7 @@ class Rows:
         self, num_rows: int, max_model_len: int, max_prefill: int = 0, num_stages: int = 1
     ) -> None:
         self.table = RowTable(num_rows, max_model_len)
-        self._in_order: Int64 = np.empty(0, np.int64)  # running rows without these changes:
+        self._in_order: Int64 = np.empty(0, np.int64)  # running rows, without these changes
         self._joined, self._left = list[int](), list[int]()
         self.changes = RowChanges()
         self.free = list(range(num_rows - 1, -1, -1))
