@@ -110,7 +110,7 @@ def forked_children(popen: type[ForkedPopen] = ForkedPopen) -> Iterator[None]:
 
     before = spawn.subprocess
     spawn.subprocess = types.SimpleNamespace(  # type: ignore[assignment]
-        PIPE=subprocess.PIPE, Popen=popen
+        **{**vars(subprocess), "Popen": popen}
     )
     try:
         yield
