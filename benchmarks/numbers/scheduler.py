@@ -20,6 +20,20 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
         ),
     ),
     Section(
+        "Requests that come and go",
+        "Microseconds of scheduler time for a request, from its arrival to its end: prompts of 128"
+        " tokens, 2 % of the rows end in each step, prefix caching is on. The time is that of such"
+        " a step minus that of a step without arrivals, per request. The aim: 30.",
+        "python -m benchmarks.scheduler.steps --loads churn",
+        (
+            Table(ZEN3 + "steps.json", {
+                "rows": "{rows:,}", "requests per step": "{num_ends}",
+                "median step, ms": "{ms.schedule + update.median:.2f}",
+                "us per request": "{request_us:.0f}", "aim": "{aim_us:.0f}"}, {"load": "churn"}),
+        ),
+        is_new=True,
+    ),
+    Section(
         "Waiting requests",
         "Milliseconds of the same step while requests wait in the queue, by policy.",
         "python -m benchmarks.scheduler.steps",

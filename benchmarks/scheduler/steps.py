@@ -12,7 +12,8 @@ steady    All rows decode, one token each per step. `aligned`: all prompts have 
           `spread`: lengths of 113 to 128, so a sixteenth of the rows enters a new block in every
           step.
 churn     In every step 2 % of the rows end, and as many requests arrive. The next step admits them,
-          prompts in one piece, so that all rows stay taken. Blocks are evicted all the time.
+          prompts in one piece, so that all rows stay taken. Blocks are evicted all the time. A
+          request's own time is what such a step takes longer than a steady one, per request.
 waiting   256 rows, one end and one arrival in every step, and requests that wait: what each policy
           takes for that. `schedule` + `update` + `add`.
 
@@ -66,6 +67,7 @@ PARTS = ("add", "schedule", "update", "client")
 BOTH = ("schedule", "update")
 OURS = ("add", "schedule", "update")  # what all of vLLM's three parts do
 THEIRS = ("add", "schedule", "update")
+AIM_US = 30.0  # add + schedule + update per request that comes and goes
 CHURN = 0.02  # share of the rows that end in every step, at least one
 POLICIES = ("fifo", "srtf", "two-level")
 NUM_WAITING = (10, 100, 1_000, 10_000)
@@ -243,18 +245,20 @@ def steady(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[s
 
 
 def churn(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[str, Any]]:
-    print("\n# churn: as many end and arrive in every step; medians; prefix caching on")
-    print("  rows ends       add  schedule    update    client       s+u      mean")
+    print(f"\n# churn: as many end and arrive in every step; medians; aim {AIM_US} us per request")
+    print("  rows ends       add  schedule    update    client       s+u      mean  us/req")
     for rows in options.rows:
         load = Load(rows, options.steps, num_ends=max(1, round(CHURN * rows)))
         ours, theirs = in_turns(load, options.rounds, vllm)
+        without, _ = in_turns(Load(rows, options.steps, spread=True), options.rounds, None)
+        request_us = (ours.mean(*OURS) - without.mean(*OURS)) / load.num_ends * 1e3
         medians = " ".join(f"{ours.median(part):9.3f}" for part in PARTS)
         print(
             f"{rows:6,} {load.num_ends:4} {medians} {ours.median(*BOTH):9.3f}"
-            f" {ours.mean(*BOTH):9.3f}" + compared(ours, theirs),
+            f" {ours.mean(*BOTH):9.3f} {request_us:7.1f}" + compared(ours, theirs),
             flush=True,
         )
-        yield entry("churn", load, ours, theirs)
+        yield entry("churn", load, ours, theirs) | {"request_us": request_us, "aim_us": AIM_US}
 
 
 def waiting(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[str, Any]]:
