@@ -173,6 +173,7 @@ def from_runs(runs: KnownRuns, tokens: list[int], root: bytes, *steps: int) -> l
     digests: list[bytes] = []
     for num in (*steps, len(tokens) // SIZE):
         runs.extend(digests, root, np.asarray(tokens, np.int32), SIZE, num)
+        assert len(digests) == num
     return digests
 
 
@@ -187,7 +188,7 @@ def test_known_runs_are_not_hashed_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "steps", [(), (1,), (RUN_BLOCKS,), (RUN_BLOCKS - 1, RUN_BLOCKS + 1), (70, 140)]
+    "steps", [(), (1, 3), (RUN_BLOCKS,), (RUN_BLOCKS - 1, RUN_BLOCKS + 1), (70, 140)]
 )
 def test_digests_of_runs_are_those_of_blocks(steps: tuple[int, ...]) -> None:
     rng, runs, root = np.random.default_rng(3), KnownRuns(), root_digest(b"m", "salt")
