@@ -100,6 +100,25 @@ def test_admission_counts_cached_blocks_that_the_hit_wakes() -> None:
     assert not kv.fits(needs, reserve=1)
 
 
+def test_full_blocks_in_use_are_shared_without_a_copy() -> None:
+    kv = KVManager((FULL,), (4,), SIZE)
+    computed(kv, 12)
+    needs = kv.needs_with_hit(16, kv.get_computed_blocks(digests_of(12), 16), chunk=4)
+    assert kv.fits(needs)
+    assert not kv.fits(needs, reserve=1)
+
+
+def test_blocks_that_left_the_window_get_no_names() -> None:
+    kv = KVManager((FULL, WINDOW), (20, 20), SIZE)
+    sequence = kv.new_sequence()
+    for _ in range(10):
+        kv.allocate_slots(sequence, 4)
+    full, window = (table.blocks for table in sequence.tables)
+    assert kv.index_blocks(sequence, digests_of(40), 10) == [full, window[7:]]
+    assert [pool.num_indexed for pool in kv.pools] == [10, 3]
+    check_invariants(kv, [sequence])
+
+
 def test_what_was_freed_is_as_new() -> None:
     """Also by the number of its blocks that the index knows: it may begin again."""
     kv = KVManager((FULL, WINDOW), (10, 10), SIZE)

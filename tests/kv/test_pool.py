@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kv.pool import BlockPool, MakeEviction
+from quire.kv.table import NULL
 from quire.scheduler.policy.lfu import Lfu
 
 
@@ -78,6 +79,24 @@ def test_each_change_of_the_index_counts() -> None:
     assert pool.num_index_changes == 2
     pool.unindex(0)
     assert pool.num_index_changes == 2
+
+
+def test_each_name_that_a_block_loses_counts() -> None:
+    pool = BlockPool(1)
+    pool.allocate()
+    pool.index(0, b"first")
+    pool.unindex(0)
+    pool.index(0, b"second")
+    pool.release(0)
+    assert pool.num_names_lost(0) == 1
+    assert pool.allocate() == 0, "the cached block is evicted"
+    assert pool.num_names_lost(0) == 2
+
+
+def test_the_first_block_may_be_in_use_and_no_block_is_not() -> None:
+    pool = BlockPool(2)
+    pool.allocate()
+    assert list(map(pool.is_in_use, (0, 1, NULL))) == [True, False, False]
 
 
 @pytest.mark.parametrize("make_eviction", [OrderedDict, Lfu])

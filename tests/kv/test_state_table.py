@@ -91,3 +91,11 @@ def test_a_state_that_was_skipped_is_not_there_for_another() -> None:
     there = [n for n in range(16) if table.can_continue_at(n, max(0, n - 1))]
     assert there == [0, 8, 15]
     assert table.num_free_slots(0) == 1 and table.num_free_slots(2) > 1 << 60
+
+
+def test_draft_tokens_have_a_state_in_each_block() -> None:
+    table = StateTable(BlockPool(4), SIZE)
+    table.append(3)
+    table.append_drafts(7)
+    assert table.num_tokens == 10
+    assert len(table.live_blocks) == 3
