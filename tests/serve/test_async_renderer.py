@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.base.errors import EngineBusy
+from quire.base.errors import EngineBusy, RequestError
+from quire.render.renderer import Renderer
 from quire.serve.async_renderer import (
     MAX_CHARS_ON_LOOP,
     MAX_CHARS_SHORT,
     NUM_SHORT_THREADS,
+    USUAL_CHARS_PER_TOKEN,
+    AsyncRenderer,
     TextThreads,
 )
 
@@ -81,3 +84,35 @@ def test_errors_come_back() -> None:
                 await text_threads.run(size, divmod, 1, 0)
 
     asyncio.run(go())
+
+
+class CountedTokenizer:
+    """Stands for a tokenizer with one token per character, which counts its calls."""
+
+    def __init__(self) -> None:
+        self.bound = self
+        self.num_bounds = self.num_encoded = 0
+
+    def at_least(self, text: str) -> int:
+        self.num_bounds += 1
+        return len(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.num_encoded += 1
+        return [0] * len(text)
+
+
+def test_the_bound_of_a_text_is_computed_only_if_it_may_be_too_long() -> None:
+    tokenizer, limit = CountedTokenizer(), 1000
+    renderer = AsyncRenderer(Renderer(tokenizer), TextThreads())  # type: ignore[arg-type]
+
+    def render(num_chars: int) -> None:
+        asyncio.run(renderer.render("a" * num_chars, max_tokens=limit))
+
+    render(limit)
+    assert (tokenizer.num_bounds, tokenizer.num_encoded) == (0, 1)
+    usual = limit * USUAL_CHARS_PER_TOKEN
+    for num_chars, num_encoded in ((limit + 1, 2), (usual, 3), (usual + 1, 3)):
+        with pytest.raises(RequestError, match=f"are {num_chars} tokens or more"):
+            render(num_chars)
+        assert tokenizer.num_encoded == num_encoded  # the longest is refused before
