@@ -1,8 +1,9 @@
 """Turn prompts into token ids without blocking the event loop: `TextThreads` and `AsyncRenderer`.
 
-Short texts are processed on the loop. Longer texts go to threads, and the longest texts to a thread
-of their own, so short texts never queue behind long ones. Each lane is FIFO. Texts in work and in
-queues take memory, so their number and size are bounded. Chat templates run in other processes.
+Short texts, and texts with few new characters, are processed on the loop. Longer texts go to
+threads, and the longest texts to a thread of their own, so short texts never queue behind long
+ones. Each lane is FIFO. Texts in work and in queues take memory, so their number and size are
+bounded. Chat templates run in other processes.
 """
 
 import asyncio
@@ -109,6 +110,11 @@ class AsyncRenderer:
         num_chars = size_of(prompt, MAX_CHARS_ON_LOOP)
         if num_chars > MAX_CHARS_ON_LOOP:  # an exact count is slow for unusual prompts only
             num_chars = len(prompt) if isinstance(prompt, str | list) else size_of(prompt)
+        tokenizer = self._renderer.tokenizer
+        is_short = MAX_CHARS_ON_LOOP < num_chars <= MAX_CHARS_SHORT
+        if is_short and isinstance(prompt, str) and tokenizer is not None and not media:
+            num_new = tokenizer.num_new_chars(prompt)  # of a chat, usually the last message's
+            num_chars = num_new if num_new <= MAX_CHARS_ON_LOOP else num_chars
 
         def rendered() -> RenderedPrompt:
             text = prompt if isinstance(prompt, str) and max_tokens is not None else ""
