@@ -110,30 +110,32 @@ class AsyncRenderer:
         num_chars = size_of(prompt, MAX_CHARS_ON_LOOP)
         if num_chars > MAX_CHARS_ON_LOOP:  # an exact count is slow for unusual prompts only
             num_chars = len(prompt) if isinstance(prompt, str | list) else size_of(prompt)
-        tokenizer = self._renderer.tokenizer
-        is_short = MAX_CHARS_ON_LOOP < num_chars <= MAX_CHARS_SHORT
-        if is_short and isinstance(prompt, str) and tokenizer is not None and not media:
-            num_new = tokenizer.num_new_chars(prompt)  # of a chat, usually the last message's
-            num_chars = num_new if num_new <= MAX_CHARS_ON_LOOP else num_chars
+        if isinstance(prompt, str) and not media and num_chars <= MAX_CHARS_SHORT:
+            num_chars = self._num_chars_to_tokenize(prompt)
 
         def rendered() -> RenderedPrompt:
-            text = prompt if isinstance(prompt, str) and max_tokens is not None else ""
-            limit = max_tokens or 0
+            text = prompt if isinstance(prompt, str) else ""
+            limit = math.inf if max_tokens is None else max_tokens
             is_long = len(text) > USUAL_CHARS_PER_TOKEN * limit
             if is_long:
                 self._check_length(text, limit, field)
             found = self._renderer.render(prompt, None, None, add_special_tokens, media)
-            if text and not is_long and len(found.token_ids) > limit:
+            if not is_long and len(found.token_ids) > limit:
                 self._check_length(text, limit, field)
             return found
 
         return await self._text_threads.run(max(num_chars, 1), rendered)
 
-    def _check_length(self, text: str, max_tokens: int, field: str) -> None:
+    def _num_chars_to_tokenize(self, text: str) -> int:
+        """Return the number of new characters if they are few, else the length of the text."""
         tokenizer = self._renderer.tokenizer
-        at_least = 0
-        if tokenizer is not None and tokenizer.bound is not None:
-            at_least = tokenizer.bound.at_least(text)
+        num = len(text) if tokenizer is None else tokenizer.num_new_chars(text)
+        return num if num <= MAX_CHARS_ON_LOOP else len(text)
+
+    def _check_length(self, text: str, max_tokens: float, field: str) -> None:
+        tokenizer = self._renderer.tokenizer
+        bound = None if tokenizer is None else tokenizer.bound
+        at_least = 0 if bound is None else bound.at_least(text)
         if at_least > max_tokens:
             raise RequestError(
                 f"the prompt has {len(text)} characters, which are {at_least} tokens or more; at"

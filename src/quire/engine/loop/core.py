@@ -145,8 +145,7 @@ class EngineCore(Front):
         return StepOutputs(details=dropped)
 
     def wait_for_answers(self) -> None:
-        """Pass the attachments' answers to the scheduler; if there are none, wait up to
-        MAX_WAIT_S."""
+        """Give the scheduler the attachments' answers; without any, wait up to MAX_WAIT_S."""
         self.bell.forget()
         if not self._take_answers():
             self.bell.wait(MAX_WAIT_S)
