@@ -9,7 +9,7 @@ production code. A figure is the median of several turns, in milliseconds of thi
 
 body        the JSON body becomes a checked object
 template    the job is packed, rendered as in the template's process, and comes back as text
-tokens      the bound on the text's length, then tokenization, with known parts from earlier turns
+tokens      tokenization, with known parts from earlier turns
 request     the request is made, checked and encoded for the socket
 core        the core decodes and checks it
 add         the scheduler takes it
@@ -189,8 +189,6 @@ class TurnParts:
         return self._templates.render(job).encode("utf-8").decode("utf-8")
 
     def _tokenize(self, text: str) -> list[int]:
-        if self._tokenizer.bound is not None:
-            self._tokenizer.bound.at_least(text)
         return self._tokenizer.encode(text, False)
 
     def _request(self, prompt: RenderedPrompt) -> bytes:

@@ -163,6 +163,18 @@ def test_a_longer_conversation_is_tokenized_from_its_new_part_on(
     assert known.encode(other, False) == backend.encode(other, add_special_tokens=False).ids
 
 
+def test_a_short_turn_tokenizes_little_known_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Tokenizer(vocabularies.qwen3(), TokenizerFiles(tiny.directory("llama")))
+    before, now = "the fox jumps over a dog " * 1000, "and a cat " * 10
+    known.encode(before)
+    encode, tokenized = known._encode, list[str]()
+    monkeypatch.setattr(
+        known, "_encode", lambda text, special: tokenized.append(text) or encode(text, special)
+    )
+    known.encode(before + now)
+    assert sum(map(len, tokenized)) <= 1200 + len(now)
+
+
 def test_known_parts_are_bounded() -> None:
     parts = KnownParts(max_chars=10)
     parts.add("abcd", [1, 2])

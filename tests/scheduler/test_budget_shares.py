@@ -1,11 +1,13 @@
 """How the tokens of a step are shared: rows that decode, prompts, the head of the queue."""
 
+import numpy as np
 import pytest
 
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
+from quire.scheduler.sharing import share_budget
 from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
@@ -78,3 +80,17 @@ def test_a_prompt_under_way_goes_before_a_new_one_of_the_same_rank() -> None:
     assert step(scheduler) == {"first": 8}
     add(scheduler, "as short", 12)
     assert step(scheduler) == {"first": 8}
+
+
+@pytest.mark.parametrize(("need", "budget"), [(1, 8), (40, 8), (5, 8), (40, 0)])
+def test_a_row_without_others_is_not_ranked(need: int, budget: int) -> None:
+    scheduler = scheduler_of(Fifo)
+    add(scheduler, "alone", 40)
+    step(scheduler)
+    queue, rows = scheduler.lifecycle.queue, scheduler.rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(queue, "rank", pytest.fail)
+        granted, deferred = share_budget(
+            rows, queue, rows.running, np.array([need]), budget, lambda head: True
+        )
+    assert granted.tolist() == [min(need, budget)] and not deferred

@@ -336,6 +336,24 @@ def test_all_blocks_but_the_one_of_the_last_token_are_looked_up(
     assert isinstance(order, LookUp) and len(order.names) == num_blocks
 
 
+def test_a_look_up_that_finds_nothing_looks_at_no_block_of_the_hit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab()
+    lab.generate(PROMPT)
+    lab.add([*PROMPT, *range(22, 30)])
+    [order] = lab.orders()
+    assert isinstance(order, LookUp)
+    looked_at: list[bytes] = []
+    is_cached = lab.kv.is_cached
+    monkeypatch.setattr(
+        lab.kv, "is_cached", lambda g, name: looked_at.append(name) or is_cached(g, name)
+    )
+    found = [False] * len(order.names)
+    lab.core.control(LookedUp(0, order.request_id, found, order.ticket))
+    assert len(looked_at) <= 2  # the first missing block
+
+
 def test_what_is_there_is_not_looked_up() -> None:
     lab = Lab()
     lab.generate(PROMPT)

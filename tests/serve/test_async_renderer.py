@@ -6,13 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.base.errors import EngineBusy
+from quire.base.errors import EngineBusy, RequestError
+from quire.render.renderer import Renderer
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer_files import TokenizerFiles
 from quire.serve.async_renderer import (
     MAX_CHARS_ON_LOOP,
     MAX_CHARS_SHORT,
     NUM_SHORT_THREADS,
+    USUAL_CHARS_PER_TOKEN,
+    AsyncRenderer,
     TextThreads,
 )
+from tests.support.render import golden_vocabularies as vocabularies
+from tests.support.render import tiny_tokenizers as tiny
 
 SHORT, LONG = MAX_CHARS_ON_LOOP + 1, MAX_CHARS_SHORT + 1
 
@@ -81,3 +88,57 @@ def test_errors_come_back() -> None:
                 await text_threads.run(size, divmod, 1, 0)
 
     asyncio.run(go())
+
+
+class CountedTokenizer:
+    """Stands for a tokenizer with one token per character, which counts its calls."""
+
+    def __init__(self) -> None:
+        self.bound = self
+        self.num_bounds = self.num_encoded = 0
+
+    def at_least(self, text: str) -> int:
+        self.num_bounds += 1
+        return len(text)
+
+    def num_new_chars(self, text: str) -> int:
+        return len(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.num_encoded += 1
+        return [0] * len(text)
+
+
+def test_the_bound_of_a_text_is_computed_only_if_it_may_be_too_long() -> None:
+    tokenizer, limit = CountedTokenizer(), 1000
+    renderer = AsyncRenderer(Renderer(tokenizer), TextThreads())  # type: ignore[arg-type]
+
+    def render(num_chars: int) -> None:
+        asyncio.run(renderer.render("a" * num_chars, max_tokens=limit))
+
+    render(limit)
+    assert (tokenizer.num_bounds, tokenizer.num_encoded) == (0, 1)
+    usual = limit * USUAL_CHARS_PER_TOKEN
+    for num_chars, num_encoded in ((limit + 1, 2), (usual, 3), (usual + 1, 3)):
+        with pytest.raises(RequestError, match=f"are {num_chars} tokens or more"):
+            render(num_chars)
+        assert tokenizer.num_encoded == num_encoded  # the longest is refused before
+
+
+def test_a_known_text_with_a_short_end_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(vocabularies.qwen3(), TokenizerFiles(tiny.directory("llama")))
+    renderer = AsyncRenderer(Renderer(tokenizer), TextThreads())
+    encode, threads = tokenizer.encode, list[int]()
+
+    def noted(text: str, special: bool) -> list[int]:
+        threads.append(threading.get_ident())
+        return encode(text, special)
+
+    monkeypatch.setattr(tokenizer, "encode", noted)
+    known, short = "the fox jumps over a dog " * 1000, "and a cat " * 10
+    long = "and a bird " * MAX_CHARS_ON_LOOP
+    for text in (known, known + short, known + long):
+        found = asyncio.run(renderer.render(text))
+        assert found.token_ids == encode(text, True)
+    is_on_loop = [each == threading.get_ident() for each in threads]
+    assert is_on_loop == [False, True, False]

@@ -90,7 +90,7 @@ BUDGETS = {
     "scheduler/media": 390,
     "scheduler/policy": 350,
     "scheduler/reuse": 2690,
-    "serve": 2930,
+    "serve": 2965,
     "serve/anthropic": 950,
     "serve/batches": 2320,
     "serve/bodies": 1810,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 908, 132_570
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 908, 132_620
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

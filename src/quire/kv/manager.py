@@ -481,8 +481,10 @@ class KVManager:
     ) -> tuple[list[int], dict[int, int]]:
         """Return the device blocks of a hit, and the host blocks to load by logical index."""
         first, host = self.first_seen(g, length * self.block_size), dict[int, int]()
-        blocks = [NULL] * first
-        for i, found in enumerate(self.pools[g].lookup_all(digests[first:length]), first):
+        blocks, known = [NULL] * first, self.pools[g].lookup_all(digests[first:length])
+        if None not in known:
+            return blocks + [block for block in known if block is not None], host
+        for i, found in enumerate(known, first):
             if found is None:
                 away = None if self.tier is None else self.tier.lookup(g, digests[i])
                 assert away is not None, "a hit must be cached"

@@ -14,7 +14,7 @@ inverse to each other.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Protocol
 
 MAX_LOST_NAMES = 1 << 14
@@ -271,11 +271,7 @@ class BlockPool:
 
     def num_leading(self, digests: Sequence[bytes], max_num: int) -> int:
         """Return how many leading names, up to max_num, the index has."""
-        index = self._index
-        for num, digest in enumerate(islice(digests, max_num)):
-            if digest not in index:
-                return num
-        return max_num
+        return len(list(takewhile(self._index.__contains__, islice(digests, max_num))))
 
     def index(self, block_id: int, digest: bytes) -> None:
         """Name a block in use, unless the digest already names another block."""

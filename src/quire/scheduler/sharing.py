@@ -26,6 +26,8 @@ def share_budget(
     rows, need and the returned tokens: int64 [N]. budget: tokens of the step. fits: whether a new
     request could be admitted now. Deferred prompts are ordered by rank.
     """
+    if len(rows) == 1 and not len(queue):
+        return np.minimum(need, budget), []
     is_prompt = need > 1
     granted = np.where(is_prompt, 0, need)
     through = np.cumsum(granted)

@@ -69,9 +69,18 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
 @functools.cache
 def _routes(has_page: bool, has_docs: bool) -> tuple[BaseRoute, ...]:
     """Return the routes of apps. The apps of a process share them, because FastAPI takes longer to
-    prepare all routes than to answer a request."""
+    prepare all routes than to answer a request. It tries them in this order, so the routes whose
+    clients wait for a first token come first."""
     router = APIRouter()
     protected = Depends(authorised)
+    for each in (
+        chat_completions.router, completions.router, embeddings.router, scores.router,
+        ollama.router, llamacpp.router, sglang.router, tokens.router, trl.generating_router,
+        messages.generating_router,
+    ):  # fmt: skip
+        router.include_router(each, dependencies=[protected, Depends(generating)])
+    for each in (sglang_server.generating_router, lmstudio.generating_router):
+        router.include_router(each, dependencies=[protected])
     router.include_router(utility.public)
     router.include_router(trl.public)
     router.include_router(utility.router, dependencies=[protected])
@@ -81,22 +90,13 @@ def _routes(has_page: bool, has_docs: bool) -> tuple[BaseRoute, ...]:
         router.include_router(utility.page)
         router.include_router(utility.description, dependencies=[protected])
     for each in (
+        responses.router, responses.stored_router, messages.counting_router,
         prefixes.router, sessions.router, admin.router, adapters.router, live.router,
-        files_routes.router,
-        batches_routes.router, responses.router, responses.stored_router, ollama_models.router,
+        files_routes.router, batches_routes.router, ollama_models.router,
         llamacpp_server.router, refused.router, sglang_server.router,
         lmstudio.router, trainer.router, trainer.chunks, trl.router,
     ):  # fmt: skip
         router.include_router(each, dependencies=[protected])
-    for each in (
-        completions.router, chat_completions.router, embeddings.router, scores.router,
-        ollama.router, llamacpp.router, sglang.router, tokens.router, trl.generating_router,
-    ):  # fmt: skip
-        router.include_router(each, dependencies=[protected, Depends(generating)])
-    for each in (sglang_server.generating_router, lmstudio.generating_router):
-        router.include_router(each, dependencies=[protected])
-    router.include_router(messages.counting_router, dependencies=[protected])
-    router.include_router(messages.generating_router, dependencies=[protected, Depends(generating)])
     router.include_router(stream.router)
     router.include_router(refused.sockets)
     return tuple(router.routes)

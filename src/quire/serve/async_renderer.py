@@ -1,11 +1,13 @@
 """Turn prompts into token ids without blocking the event loop: `TextThreads` and `AsyncRenderer`.
 
-Short texts are processed on the loop. Longer texts go to threads, and the longest texts to a thread
-of their own, so short texts never queue behind long ones. Each lane is FIFO. Texts in work and in
-queues take memory, so their number and size are bounded. Chat templates run in other processes.
+Short texts, and texts with few new characters, are processed on the loop. Longer texts go to
+threads, and the longest texts to a thread of their own, so short texts never queue behind long
+ones. Each lane is FIFO. Texts in work and in queues take memory, so their number and size are
+bounded. Chat templates run in other processes.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,10 @@ T = TypeVar("T")
 
 # Texts up to this size are processed on the event loop, in a few milliseconds at most.
 MAX_CHARS_ON_LOOP = 4096
+MAX_VALUES_ON_LOOP = 2048  # of a conversation whose characters are counted on the event loop
+# A text with up to this many characters per possible token is tokenized first. If it fits, which is
+# usual, the lower bound of its tokens is not needed.
+USUAL_CHARS_PER_TOKEN = 4
 MAX_CHARS_SHORT = 1 << 18
 NUM_SHORT_THREADS = 2
 # Bounds of all texts in work or in a queue.
@@ -91,8 +97,9 @@ class AsyncRenderer:
     ) -> RenderedPrompt:
         """Render a prompt as `Renderer.render` does, without blocking the event loop.
 
-        max_tokens: limit for an early check. A text that certainly exceeds it is refused before
-        tokenization, with CONTEXT_LENGTH_EXCEEDED. The caller must check the exact length.
+        max_tokens: limit for an early check. A text that certainly exceeds it is refused with
+        CONTEXT_LENGTH_EXCEEDED, a long one before tokenization. The caller must check the exact
+        length.
         Raises RequestError for a bad prompt, EngineBusy if the open texts are at their bound.
         """
         field = "prompt"
@@ -103,19 +110,32 @@ class AsyncRenderer:
         num_chars = size_of(prompt, MAX_CHARS_ON_LOOP)
         if num_chars > MAX_CHARS_ON_LOOP:  # an exact count is slow for unusual prompts only
             num_chars = len(prompt) if isinstance(prompt, str | list) else size_of(prompt)
+        if isinstance(prompt, str) and not media and num_chars <= MAX_CHARS_SHORT:
+            num_chars = self._num_chars_to_tokenize(prompt)
 
         def rendered() -> RenderedPrompt:
-            if isinstance(prompt, str) and max_tokens is not None:
-                self._check_length(prompt, max_tokens, field)
-            return self._renderer.render(prompt, None, None, add_special_tokens, media)
+            text = prompt if isinstance(prompt, str) else ""
+            limit = math.inf if max_tokens is None else max_tokens
+            is_long = len(text) > USUAL_CHARS_PER_TOKEN * limit
+            if is_long:
+                self._check_length(text, limit, field)
+            found = self._renderer.render(prompt, None, None, add_special_tokens, media)
+            if not is_long and len(found.token_ids) > limit:
+                self._check_length(text, limit, field)
+            return found
 
         return await self._text_threads.run(max(num_chars, 1), rendered)
 
-    def _check_length(self, text: str, max_tokens: int, field: str) -> None:
+    def _num_chars_to_tokenize(self, text: str) -> int:
+        """Return the number of new characters if they are few, else the length of the text."""
         tokenizer = self._renderer.tokenizer
-        if tokenizer is None or len(text) <= min(max_tokens, MAX_CHARS_ON_LOOP):
-            return
-        at_least = 0 if tokenizer.bound is None else tokenizer.bound.at_least(text)
+        num = len(text) if tokenizer is None else tokenizer.num_new_chars(text)
+        return num if num <= MAX_CHARS_ON_LOOP else len(text)
+
+    def _check_length(self, text: str, max_tokens: float, field: str) -> None:
+        tokenizer = self._renderer.tokenizer
+        bound = None if tokenizer is None else tokenizer.bound
+        at_least = 0 if bound is None else bound.at_least(text)
         if at_least > max_tokens:
             raise RequestError(
                 f"the prompt has {len(text)} characters, which are {at_least} tokens or more; at"
@@ -125,15 +145,28 @@ class AsyncRenderer:
             )
 
 
-def size_of(prompt: object, enough: float = float("inf")) -> int:
+def size_of(prompt: object, enough: float = math.inf) -> int:
     """Return the approximate number of characters of a prompt, nested values and keys included. In
     lists of token ids, each number counts as one. Counting stops once it exceeds `enough`."""
+    total = size_within(prompt, enough, math.inf)
+    assert total is not None, "the number of values has no limit"
+    return total
+
+
+def size_within(prompt: object, enough: float, max_values: float) -> int | None:
+    """Return the size as `size_of` does, or None if more than max_values nested values would be
+    counted."""
     total, rest = 0, [prompt]
     while rest and total <= enough:
         value = rest.pop()
         if isinstance(value, str):
             total += len(value)
-        elif isinstance(value, Mapping):
+            continue
+        if isinstance(value, Mapping | Sequence):
+            max_values -= len(value)
+            if max_values < 0:
+                return None
+        if isinstance(value, Mapping):
             total += sum(map(len, value)) + len(value)
             rest.extend(value.values())
         elif isinstance(value, Sequence):

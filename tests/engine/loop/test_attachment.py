@@ -450,6 +450,15 @@ def test_all_others_close_when_one_cannot(caplog: pytest.LogCaptureFixture) -> N
     assert "FakeAttachment did not close" in caplog.text
 
 
+def test_outputs_are_delivered_before_the_subscribers_get_the_events() -> None:
+    core, told = make_core(), list[str]()
+    core.subscribe(lambda event: told.append("event"))
+    ask(core)
+    outputs = core.advance(lambda outputs: told.append("outputs"))
+    assert len(outputs.rows) == 1
+    assert told[0] == "outputs" and set(told[1:]) == {"event"}
+
+
 def test_what_a_subscriber_raises_reaches_the_caller_and_the_engine_goes_on() -> None:
     core = make_core()
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from quire.base.live import LiveState
+from quire.base.live import BlockEvent, LiveState
 from quire.engine.observability import live
-from quire.engine.observability.live import LiveFrames
+from quire.engine.observability.live import MAX_EVENTS, LiveFrames
 from quire.kv.pool import BlockPool
 from tests.support.scheduler.pinning_core import BLOCK, Bench
 from tests.support.scheduler.watched_scheduler import random_run
@@ -106,6 +106,27 @@ def test_a_hit_and_a_copy_are_told_with_their_blocks() -> None:
     moved = [m for plan in bench.plans for m in plan.moves]
     assert len(copies) == 1 and copies == [int(b) for m in moved for b in m.destination]
     assert (frame.counts["hit"], frame.counts["copy"]) == (4, 1)
+
+
+def test_of_a_long_hit_only_the_blocks_that_a_frame_shows_become_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def noted(number: int, kind: str, group: int, block: int) -> BlockEvent:
+        made.append(block)
+        return BlockEvent(number, kind, group, block)
+
+    monkeypatch.setattr(live, "BlockEvent", noted)
+    tally = live.LiveTally()
+    tally._record("copy", 0, [7])
+    tally._record("hit", 0, list(range(3 * MAX_EVENTS)))
+    assert made == [7, *range(2 * MAX_EVENTS, 3 * MAX_EVENTS)]
+    assert [event.block for event in tally.events] == made[1:]
+    assert [event.number for event in tally.events][-1] == 1 + 3 * MAX_EVENTS
+    tally._record("copy", 0, [8])
+    assert tally.events[-1].number == 2 + 3 * MAX_EVENTS
+    assert tally.counts == {"copy": 2, "hit": 3 * MAX_EVENTS}
 
 
 def test_steps_events_and_counts_are_those_of_a_random_run(

@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 import pytest
+from starlette.routing import Match
 from starlette.testclient import TestClient
+from starlette.types import Scope
 
-from quire.serve.app import create_app
+from quire.serve.app import _routes, create_app
 from tests.serve.api.conftest import MakeContext
 
 
@@ -50,3 +52,11 @@ def test_cors_only_for_allowed_origins(api: TestClient, make_context: MakeContex
     assert asked.status_code == 200
     other = open_to_one.get("/health", headers={"Origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+def test_few_routes_are_tried_before_one_that_generates(path: str) -> None:
+    scope: Scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": []}
+    routes = _routes(has_page=True, has_docs=True)
+    first = next(i for i, route in enumerate(routes) if route.matches(scope)[0] is Match.FULL)
+    assert first < 10

@@ -13,7 +13,7 @@ import quire
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import Renderer
 from quire.serve.app import create_app
-from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, size_of
+from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, size_of, size_within
 from quire.serve.context import ApiContext
 from quire.serve.errors import ApiError
 from quire.serve.native.document import PUBLIC
@@ -181,7 +181,11 @@ def test_sizes_of_prompts() -> None:
     assert size_of([1, "abc"]) == 2 + 3
     assert size_of([10**3000]) > 3000
     content = [{"type": "text", "text": "x" * 100}]
-    assert size_of([{"role": "user", "content": content}]) == 1 + 13 + 4 + 1 + 10 + 4 + 100
+    messages = [{"role": "user", "content": content}]
+    assert size_of(messages) == 1 + 13 + 4 + 1 + 10 + 4 + 100
+    assert size_within(messages, 1000, max_values=6) == size_of(messages)
+    assert size_within(messages, 1000, max_values=5) is None
+    assert size_within([0] * 1000, 10**6, max_values=999) is None
 
 
 def test_templates_of_requests(make_context: MakeContext) -> None:

@@ -1,9 +1,11 @@
 """Validation of requests, shared by the client, which reports errors early, and the core."""
 
 import math
+from array import array
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from quire.base.clock import MAX_DURATION_S, duration_rule
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, WRONG_RUNNER, RequestError
@@ -177,7 +179,11 @@ def gives_no_text() -> RequestError:
 def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
     """Raise RequestError if one of these prompt tokens does not exist; token_ids must not be
     empty."""
-    low, high = min(token_ids), max(token_ids)
+    try:
+        packed = np.frombuffer(array("I", token_ids), np.uintc)  # a third of the time of `min`
+        low, high = int(packed.min()), int(packed.max())
+    except (OverflowError, TypeError):  # a number below 0, or a very large one
+        low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise RequestError(

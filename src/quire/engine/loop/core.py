@@ -12,6 +12,7 @@ All else around a step attaches to this loop (`loop/attachment.py`).
 """
 
 import logging
+from collections.abc import Callable
 
 import msgspec
 
@@ -32,6 +33,7 @@ from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
 
+Deliver = Callable[[StepOutputs], None]
 SETTLE_S = 2.0
 MAX_WAIT_S = 0.5  # maximum wait for an answer, before the loop checks whether one is overdue
 
@@ -73,10 +75,10 @@ class EngineCore(Front):
         is nothing to do. Raises EngineError, now and in later calls, if the core has failed."""
         return self._turn(waits=True)
 
-    def advance(self) -> StepOutputs:
+    def advance(self, deliver: Deliver = lambda outputs: None) -> StepOutputs:
         """Plan if a plan is due, and take a result if there is one. Raises EngineError like
-        `step`."""
-        return self._turn(waits=False)
+        `step`. deliver: called with the outputs before the subscribers get the events."""
+        return self._turn(waits=False, deliver=deliver)
 
     def settle(self) -> None:
         """Take steps while there is work that no request waits for, for up to SETTLE_S. Raises
@@ -143,8 +145,7 @@ class EngineCore(Front):
         return StepOutputs(details=dropped)
 
     def wait_for_answers(self) -> None:
-        """Pass the attachments' answers to the scheduler; if there are none, wait up to
-        MAX_WAIT_S."""
+        """Give the scheduler the attachments' answers; without any, wait up to MAX_WAIT_S."""
         self.bell.forget()
         if not self._take_answers():
             self.bell.wait(MAX_WAIT_S)
@@ -159,9 +160,9 @@ class EngineCore(Front):
 
     # ------------------------------------------------------------------------------------------
 
-    def _turn(self, waits: bool) -> StepOutputs:
+    def _turn(self, waits: bool, deliver: Deliver = lambda outputs: None) -> StepOutputs:
         """Do one turn of the loop. waits: whether to wait for a result, or an attachment's
-        answer."""
+        answer. deliver: as in `advance`."""
         if self._death is not None:
             raise EngineError(f"the engine has stopped: {self._death}")
         try:
@@ -183,6 +184,7 @@ class EngineCore(Front):
             raise
         except Exception as error:
             raise self._failure(error) from error
+        deliver(outputs)
         self.publish()
         return outputs
 

@@ -75,9 +75,10 @@ class LiveTally:
 
     def _record(self, kind: str, group: int, blocks: list[int]) -> None:
         self.counts[kind] += len(blocks)
-        for block in blocks:
-            self._event_number += 1
-            self.events.append(BlockEvent(self._event_number, kind, group, block))
+        self._event_number += len(blocks)
+        kept = blocks[-MAX_EVENTS:]  # of the blocks of a long prompt
+        first = self._event_number - len(kept) + 1
+        self.events += [BlockEvent(i, kind, group, block) for i, block in enumerate(kept, first)]
 
 
 def _hits(plan: Plan, row: int, num_blocks: int) -> Iterator[tuple[int, list[int]]]:

@@ -256,7 +256,7 @@ class CoreServer:
         has_plans = self.core.num_in_flight > 0  # plans in flight keep their deadline
         if heartbeat is not None and not has_plans:
             heartbeat.begin(self._clock.now())
-        self._send(self.core.advance())
+        self.core.advance(self._send)
         if status is not None and (line := status.line(self._clock.now())) is not None:
             logger.info("%s", line)
 

@@ -18,6 +18,9 @@ class KnownParts:
         self._ids: dict[str, array[int]] = {}
         self._lock = threading.Lock()
 
+    def __contains__(self, part: str) -> bool:
+        return part in self._ids
+
     def find(self, part: str) -> list[int] | None:
         """Return the token ids of a part; None if they are not known."""
         with self._lock:

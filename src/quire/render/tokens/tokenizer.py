@@ -86,6 +86,14 @@ class Tokenizer:
             token_ids += self._part(part)
         return token_ids + self._encode(last, False) + after
 
+    def num_new_chars(self, text: str) -> int:
+        """Return how many characters of a text are in no known part, so that `encode` tokenizes
+        them."""
+        if len(text) <= 2 * PART_CHARS or self._cuts is None:
+            return len(text)
+        *parts, last = self._cuts.parts(text)
+        return len(last) + sum([len(part) for part in parts if part not in self._known])
+
     def _part(self, part: str) -> list[int]:
         known = self._known.find(part)
         if known is None:

@@ -366,6 +366,8 @@ class Stores(HitSource, Extension, StepExtension):
 
     def _fetch(self, wait: PendingLookup) -> None:
         """Order fetches of the blocks that make the hit longer."""
+        if not wait.found:
+            return
         kv, sequence = self._memory.kv, wait.sequence
         digests, num_tokens = self._memory.names.readable(sequence)
         here = kv.num_computed_blocks(digests, num_tokens)

@@ -1,8 +1,8 @@
 """Prompts: from conversations, texts and token ids to the tokens that the engine gets.
 
 Long texts are tokenised in threads and templates run in processes, so the event loop stays free.
-A text that certainly has too many tokens is refused before it is tokenised. Admission checks the
-exact length.
+A long text that certainly has too many tokens is refused before it is tokenised. Admission checks
+the exact length.
 """
 
 import dataclasses
@@ -13,7 +13,12 @@ from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, RequestError
 from quire.render.renderer import Media, RenderedPrompt, has_parts, is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.tokens.tokenizer import Tokenizer
-from quire.serve.async_renderer import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT, size_of
+from quire.serve.async_renderer import (
+    MAX_CHARS_SHORT,
+    MAX_VALUES_ON_LOOP,
+    size_of,
+    size_within,
+)
 from quire.serve.context import ApiContext
 from quire.serve.errors import bad_request, error_in
 from quire.serve.media.request_images import Messages, RequestImages
@@ -113,10 +118,11 @@ async def _check_size(api: ApiContext, messages: object, options: ChatOptions) -
     """Refuse a conversation that is far too long with everything that the template gets. Raises
     ApiError."""
     given = [messages, options.tools, options.documents, options.template_kwargs]
-    if size_of(given, MAX_CHARS_ON_LOOP) <= MAX_CHARS_ON_LOOP:
-        return
     max_chars = MAX_CHARS_PER_TOKEN * api.client.ready.max_model_len
-    if await api.text_threads.run(MAX_CHARS_SHORT, size_of, given, max_chars) > max_chars:
+    num_chars = size_within(given, max_chars, MAX_VALUES_ON_LOOP)
+    if num_chars is None:
+        num_chars = await api.text_threads.run(MAX_CHARS_SHORT, size_of, given, max_chars)
+    if num_chars > max_chars:
         raise bad_request(
             "the prompt, with tools, documents and chat_template_kwargs, has more than"
             f" {max_chars} characters, too many for max_model_len ="

@@ -106,6 +106,7 @@ def test_more_than_it_takes_is_sent_away(
     """With 503 and Retry-After, at once; short prompts are still served."""
     context, gate = gated
     monkeypatch.setattr(prompts, "MAX_CUT", 10**6)
+    monkeypatch.setattr(prompts, "MAX_CHARS_PER_TOKEN", 10**6)
     context.text_threads = TextThreads(max_open_chars=len(LONG))
     with TestClient(create_app(context)) as api:
         slow = elsewhere.submit(api.post, "/tokenize", json={"prompt": LONG})
@@ -144,6 +145,17 @@ def test_what_is_certainly_too_long_is_not_tokenised(
             assert error["param"] in body
             assert "too many" in error["message"] or "tokens or more" in error["message"]
     assert not gate.is_reached.is_set()
+
+
+def test_a_chat_of_few_long_messages_is_measured_on_the_loop(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = make_context()
+    with TestClient(create_app(context)) as api:
+        monkeypatch.setattr(context.text_threads, "run", None)  # no thread is asked
+        body = {"messages": [USER | {"content": LONG}] * 20}
+        answer = api.post("/v1/chat/completions", json=body)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_prompt_just_short_enough_is_served(api: TestClient, api_context: ApiContext) -> None:
