@@ -121,7 +121,8 @@ class Rig:
             for each in self.sequences:
                 each.num_known_tokens += 1 + nums.get(each.row, 0)
             if not is_idle:
-                drafter.observe(plan, Mock())
+                result: Any = SimpleNamespace(num_accepted=plan.num_tokens)
+                drafter.observe(plan, result)
             self.drafted.append(nums)
         return self
 
