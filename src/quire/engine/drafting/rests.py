@@ -9,11 +9,11 @@ of many rows never hide the tokens that grammars force in a few.
     found nothing in a sample  as many as before
     led to drafts              one. After a sample, all rows are looked at
 
-Each kind also has a balance, in units of the time of a step. Each step adds LOOK_SHARE. Failed
-look-ups subtract their time. Draft tokens add what they gained, or subtract what they lost. While
-the balance is negative, a failed look-up or a loss lets the rows rest until it is zero again, for
-MAX_DEBT_STEPS at most. So neither look-ups nor draft tokens cost more than they have gained, plus
-LOOK_SHARE of the time.
+Each kind also has a balance, in units of the time of a step. Each step adds EARNED_SHARE, or less
+after many failed look-ups. Failed look-ups subtract their time. Draft tokens add what they gained,
+or subtract what they lost. While the balance is negative, a failed look-up or a loss lets the rows
+rest until it is zero again, for MAX_DEBT_STEPS at most. So look-ups and draft tokens cost no more
+than they have gained, plus a small share of the time.
 """
 
 from collections import deque
@@ -24,9 +24,11 @@ REST_STEPS, MAX_REST_STEPS = 4, 16  # maximum steps of a rest, if look-ups take 
 MAX_REFUSED_STEPS = 32  # maximum steps of a rest after drafts that would not pay off
 NUM_SAMPLED = 8  # rows that are looked at after such a rest
 LOOK_SHARE = 0.005  # share of the time of steps that failed look-ups may take
+EARNED_SHARE = 0.003  # of the same; the rest is for the loop's work before and after a look-up
 MAX_DEBT_STEPS = 256  # maximum steps of a rest with a negative balance
-FIRST_BALANCE, MAX_BALANCE = 2.0, 8.0  # of a kind, in steps
-MAX_LOSS = 1.0  # steps that one step with draft tokens is assumed to lose at most
+FIRST_BALANCE, MAX_BALANCE = 0.5, 2.0  # without gains at most, and with them
+MAX_LOSS = 0.5  # steps that one step with draft tokens is assumed to lose at most
+MAX_GROWTH, GROWTH_LOOKS = 4, 8  # of such rests, and look-ups without drafts until they double
 NUM_LOOKS = 5  # recent look-ups whose median time counts
 
 
@@ -94,10 +96,15 @@ class Rests:
 
     def spend(self, step: int, num_steps: float) -> None:
         """Subtract a time from the balance. num_steps: the time as a number of steps."""
-        earned = LOOK_SHARE * max(0, step - self.balanced_at)
-        balance = self.balance + earned - num_steps
-        self.balance = min(MAX_BALANCE, max(-MAX_DEBT_STEPS * LOOK_SHARE, balance))
+        earned = self._earned_share * max(0, step - self.balanced_at)
+        balance = max(self.balance, min(FIRST_BALANCE, self.balance + earned)) - num_steps
+        self.balance = min(MAX_BALANCE, max(-MAX_DEBT_STEPS * self._earned_share, balance))
         self.balanced_at = step
+
+    @property
+    def _earned_share(self) -> float:
+        """What a step adds to the balance."""
+        return EARNED_SHARE / min(MAX_GROWTH, 1 << min(10, self.num_misses // GROWTH_LOOKS))
 
     def _rest(self, step: int) -> None:
         self.num_misses += 1
@@ -109,6 +116,6 @@ class Rests:
     def _rest_in_debt(self, step: int) -> None:
         """Make the rest long enough for a negative balance, as far as allowed. After a long one,
         only a sample is looked at."""
-        num = int(-self.balance / LOOK_SHARE)
+        num = int(-self.balance / self._earned_share)
         self.until = max(self.until, step + num)
         self.is_sampled |= num > MAX_REST_STEPS
