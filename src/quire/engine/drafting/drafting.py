@@ -40,6 +40,7 @@ from quire.engine.drafting.draft_pace import (
 from quire.engine.drafting.plugin_drafter import History, PluginDrafters
 from quire.engine.drafting.rests import (
     MAX_REST_STEPS,
+    MIN_EACH,
     NUM_SAMPLED,
     REST_STEPS,
     Rests,
@@ -234,7 +235,7 @@ class Drafting:
         self._kinds = self._plain_rests, self._guided_rests  # by whether rows have a grammar
         self._looks = 0, 0  # rows of each kind that the last look-up was for
         self._num_each = [1, 1]  # rows that each of them then stood for
-        self._drafted: list[Rests] = []  # kinds of rows with draft tokens from the last call
+        self._has_drafted = [False, False]  # which kinds have draft tokens from the last call
         self._rests_until = np.zeros(num_rows, np.int64)  # [R] step before which a row rests
         self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
         self._looked_at = -1  # the last step before which look-ups took place
@@ -289,12 +290,13 @@ class Drafting:
         until = self._rests_until[rows]
         rests.until = max(rests.until, int(until.min()))
         rows = rows[until <= self._num_steps]
-        num_each = len(rows) // NUM_SAMPLED
+        num_sampled = min(NUM_SAMPLED, max(1, len(rows) // MIN_EACH))
+        num_each = len(rows) // num_sampled
         if not rests.is_sampled or num_each < 2 or self.drafts_on_device and not is_guided:
             return rows
         self._num_each[is_guided] = num_each
-        first = self._num_steps % (len(rows) - NUM_SAMPLED + 1)  # others each time
-        return rows[first : first + NUM_SAMPLED]
+        first = self._num_steps % (len(rows) - num_sampled + 1)  # others each time
+        return rows[first : first + num_sampled]
 
     def follow(self) -> None:
         self._is_alone = False
@@ -320,10 +322,8 @@ class Drafting:
         nums = self._lengths(found, num_running)
         drafts = self._drafts(found, nums)
         self.holds_back = bool(drafts)
-        now_s = time.perf_counter()
-        if not drafts:
-            self._began_s = now_s  # a step without drafts is timed without look-ups
-        self._observe_look(now_s - self._looked_s, guided_s, num_running)
+        self._began_s = time.perf_counter()  # steps are timed without look-ups
+        self._observe_look(self._began_s - self._looked_s, guided_s, num_running)
         self._decide_rests(found, nums, self._times.seconds(num_running))
         return drafts
 
@@ -344,7 +344,7 @@ class Drafting:
         """Let each kind of rows rest as its proposals require. nums: accepted lengths of `found`.
         step_s: expected time of a step. A refused draft under a grammar counts if it begins with a
         forced token; otherwise the grammar may soon force some."""
-        step, self._drafted = self._num_steps, []
+        step, self._has_drafted = self._num_steps, [False, False]
         for is_guided, rests in enumerate(self._kinds):
             if not self._looks[is_guided]:
                 continue
@@ -352,7 +352,7 @@ class Drafting:
             own = [i for i, each in enumerate(found) if each.is_guided == is_guided]
             if any(nums[i] for i in own):
                 rests.end(step, is_sample=is_sample)
-                self._drafted.append(rests)
+                self._has_drafted[is_guided] = True
                 continue
             if step_s is not None:
                 look_s = rests.look_s(self._looks[is_guided])
@@ -392,6 +392,8 @@ class Drafting:
                 self._rest(each.sequence, each.draft_state)
         verified = self._times if self._verified.seconds(1) is None else self._verified
         seconds = verified.seconds(num_running + sum(nums))
+        if seconds is not None:
+            seconds += self._plain_rests.look_s(len(sequences))
         plainly = self._flowing.seconds(num_running)
         if seconds is None or plainly is None:
             self.holds_back = sum(nums) > 0  # measure it
@@ -531,8 +533,9 @@ class Drafting:
             return
         num_right = int(result.num_accepted.sum()) - len(result.num_accepted)
         gain = num_right / num_rows - (verified_s / plain_s - 1)
-        for rests in self._drafted:
-            rests.gain(self._num_steps, gain)
+        for rests, num, has in zip(self._kinds, self._looks, self._has_drafted, strict=True):
+            if has:
+                rests.gain(self._num_steps, gain - rests.look_s(num) / plain_s)
 
     def _draft_state(self, sequence: Sequence) -> DraftState:
         found = self._of.get(sequence)

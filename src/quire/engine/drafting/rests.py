@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 PATIENCE = 4  # failed look-ups in a row, before a rest gets longer than a step
 REST_STEPS, MAX_REST_STEPS = 4, 16  # maximum steps of a rest, if look-ups take little or much time
 MAX_REFUSED_STEPS = 32  # maximum steps of a rest after drafts that would not pay off
-NUM_SAMPLED = 8  # rows that are looked at after such a rest
+NUM_SAMPLED = 8  # rows that are looked at after such a rest, if there are many
+MIN_EACH = 4  # rows that each of them stands for, if there are fewer
 LOOK_SHARE = 0.005  # share of the time of steps that failed look-ups may take
 EARNED_SHARE = 0.003  # of the same; the rest is for the loop's work before and after a look-up
 MAX_DEBT_STEPS = 256  # maximum steps of a rest with a negative balance
