@@ -402,7 +402,10 @@ class Drafting:
 
     def _lengths(self, found: list[Proposal], num_running: int) -> list[int]:
         """Return how many tokens of each proposal should pay off. A sample is judged as if the
-        other rows had the same proposals."""
+        other rows had the same proposals, after a look-up for all of them."""
+        others_s = 0.0
+        for rests, num, num_each in zip(self._kinds, self._looks, self._num_each, strict=True):
+            others_s += rests.look_s(num * (num_each - 1))
         judged = [*found]
         for each in found:
             judged += [each] * (self._num_each[each.is_guided] - 1)
@@ -413,7 +416,8 @@ class Drafting:
             [each.chances for each in judged],
             num_running - len(judged),
             self._times,
-            verified=self._verified,
+            (lambda _: others_s) if others_s else None,
+            self._verified,
             max_tokens=self.max_tokens,
         )
         return nums[: len(found)]
@@ -535,7 +539,7 @@ class Drafting:
         gain = num_right / num_rows - (verified_s / plain_s - 1)
         for rests, num, has in zip(self._kinds, self._looks, self._has_drafted, strict=True):
             if has:
-                rests.gain(self._num_steps, gain - rests.look_s(num) / plain_s)
+                rests.gain(self._num_steps, gain, rests.look_s(num) / plain_s)
 
     def _draft_state(self, sequence: Sequence) -> DraftState:
         found = self._of.get(sequence)

@@ -88,11 +88,12 @@ class Rests:
         times = sorted(self.row_times)
         return num_rows * times[len(times) // 2] if times else 0.0
 
-    def gain(self, step: int, num_steps: float) -> None:
-        """Add a gain, or a loss if it is negative, to the balance. After a loss, rows rest while
-        the balance is negative. num_steps: the gain as a number of steps."""
-        self.spend(step, min(-num_steps, MAX_LOSS))
-        if num_steps < 0:
+    def gain(self, step: int, num_steps: float, num_spent: float = 0.0) -> None:
+        """Add what draft tokens gained to the balance, or what they lost if that is negative, and
+        subtract the time of their look-up. Both are numbers of steps. After a loss, rows rest while
+        the balance is negative."""
+        self.spend(step, num_spent - max(num_steps, -MAX_LOSS))
+        if num_steps < num_spent:
             self._rest_in_debt(step)
 
     def spend(self, step: int, num_steps: float) -> None:
