@@ -30,7 +30,7 @@ BUDGETS = {
     "engine/attachments": 2150,
     "engine/client": 2400,
     "engine/connectors": 2150,
-    "engine/drafting": 1880,
+    "engine/drafting": 1970,
     "engine/executors": 640,
     "engine/grammars": 860,
     "engine/loop": 1190,
@@ -124,7 +124,7 @@ BUDGETS = {
 }
 # The package without tools, plug-ins and the translation of transformers' classes. The aims are 520
 # files and 90,000 lines.
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 908, 132_620
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 908, 132_760
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
 # What the scheduler's core may import.
 ALLOWED_FOLDERS = {

@@ -12,8 +12,9 @@ import pytest
 from quire.base.plan import RowDraft
 from quire.base.settings.speculation import FORCED, SUFFIX, Speculation
 from quire.engine.drafting import drafting
-from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.drafting import ABSENT_STEPS, Drafting
 from quire.engine.drafting.rests import (
+    MAX_DEBT_STEPS,
     MAX_REFUSED_STEPS,
     MAX_REST_STEPS,
     NUM_SAMPLED,
@@ -121,7 +122,8 @@ class Rig:
             for each in self.sequences:
                 each.num_known_tokens += 1 + nums.get(each.row, 0)
             if not is_idle:
-                drafter.observe(plan, Mock())
+                result: Any = SimpleNamespace(num_accepted=plan.num_tokens)
+                drafter.observe(plan, result)
             self.drafted.append(nums)
         return self
 
@@ -265,6 +267,85 @@ def test_failed_look_ups_take_about_a_hundredth_at_most(
     assert rig.looking_s < 0.011 * clock.now_s
     if look_ms < 0.05 and (num_guided or method == SUFFIX):
         assert rig.looking_s >= 0.9 * 2000 * look_s * (num_rows if method == SUFFIX else num_guided)
+
+
+def test_look_ups_of_many_short_answers_are_paid_for_once(clock: Clock) -> None:
+    """A look-up for all rows takes as long as three steps, and each answer ends after 64 steps."""
+    rig = Rig(clock, 64, 64, look_s=3 * STEP_S / 64, finds=False)
+    num_idle = 0
+    for step in range(2000):
+        num_idle += rig.drafter.num_idle > 0
+        rig.run(1)
+        if step % 64 == 63:
+            rig.sequences = [FakeSequence(row, "grammar") for row in range(64)]
+    assert rig.looking_s < 6 * STEP_S + 0.006 * clock.now_s
+    assert num_idle > 1600, "the rests of these rows are rests of the drafter"
+
+
+def test_rows_without_a_grammar_are_soon_looked_at_after_others(clock: Clock) -> None:
+    rig = Rig(clock, 64, 64, look_s=3 * STEP_S / 64, finds=False).run(200)
+    assert rig.drafter.num_idle > 0
+    rig.table.is_masked[32:] = False
+    rig.sequences[32:] = [FakeSequence(row) for row in range(32, 64)]
+    rig.finds = True
+    rig.run(2 * ABSENT_STEPS)
+    assert rig.first_draft(200) <= ABSENT_STEPS
+
+
+def test_many_rows_with_a_grammar_are_drafted_for_again(clock: Clock) -> None:
+    """A sample of them shows that their grammars force tokens now."""
+    rig = Rig(
+        clock, 64, 64, FORCED, look_s=STEP_S / 200, forced=lambda step: 8 * (step >= 500)
+    )  # fmt: skip
+    rig.run(500 + 2 * MAX_DEBT_STEPS)
+    first = rig.first_draft()
+    assert len(rig.drafted[first]) == NUM_SAMPLED and first <= 500 + MAX_DEBT_STEPS
+    assert sum(len(nums) == 64 for nums in rig.drafted[first + 1 :]) > 200
+
+
+# ---- gains and losses ----------------------------------------------------------------------------
+
+
+def test_gains_pay_for_failed_look_ups() -> None:
+    """A look-up takes half of a step. Without gains, only the first ones are free."""
+    for num_gains, num_free in ((0, 1), (3, 4)):
+        rests, step, found = Rests(1), 0, 0
+        for step in range(num_gains):
+            rests.gain(step, 1.0)
+        rests.end(step, is_sample=False)
+        while not rests.is_sampled:
+            step, found = rests.until, found + 1
+            rests.spend(step, 0.5)
+            rests.miss(step, is_sample=False)
+        assert found - 1 == num_free
+        assert rests.until - step >= 50
+
+
+def test_drafts_that_lose_time_end() -> None:
+    """Also if they seem to pay off each time. A loss is never assumed to be large."""
+    rests, step = Rests(1), 0
+    while rests.until <= step:
+        rests.end(step, is_sample=False)
+        rests.gain(step + 1, -50.0 if step == 0 else -0.2)
+        step += 1
+        assert step < 10
+    assert step > 1 and rests.until - step > 20
+    rests.end(rests.until, is_sample=True)
+    rests.gain(rests.until, 1.0)
+    assert rests.balance > 0
+
+
+def test_rests_in_debt_are_bounded_and_grow() -> None:
+    rests, lengths = Rests(1), list[int]()
+    for _ in range(40):
+        step = rests.until
+        rests.spend(step, 0.1)
+        rests.miss(step, is_sample=False)
+        lengths.append(rests.until - step)
+    assert max(lengths[:7]) < 40 and 120 < lengths[-1] < 140
+    rests.spend(rests.until, 1000.0)
+    rests.miss(rests.until, is_sample=False)
+    assert rests.until == rests.balanced_at + MAX_DEBT_STEPS
 
 
 # ---- numbers -------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ There is no index: one call searches all sequences of a step.
 
 Looking up costs time, too. Where nothing is found, look-ups become rarer, as far as their measured
 time requires. Where drafts are found but do not pay off, the rows rest for longer (rests.py). Then
-a few rows without grammars are looked at, and judged as if each stood for many. Once drafts pay off
-so, all rows are looked at again. Meanwhile only answers of these few are remembered for others.
+a few rows are looked at, and judged as if each stood for many. Once drafts pay off so, all rows are
+looked at again. Meanwhile only answers of these few are remembered for others.
 """
 
 import time
@@ -40,6 +40,7 @@ from quire.engine.drafting.draft_pace import (
 from quire.engine.drafting.plugin_drafter import History, PluginDrafters
 from quire.engine.drafting.rests import (
     MAX_REST_STEPS,
+    MIN_EACH,
     NUM_SAMPLED,
     REST_STEPS,
     Rests,
@@ -53,6 +54,7 @@ from quire.ops.sampling.find_runs import SEARCHED, find_runs
 from quire.scheduler.core.sequence import RowTable, Sequence, State
 
 MAX_IDLE = 1 << 60  # plans: until a request with a grammar arrives
+ABSENT_STEPS = 8  # steps between looks for rows without a grammar, while there are none
 
 
 class NGrams:
@@ -230,12 +232,14 @@ class Drafting:
         # Of rows without a grammar, and with one. Forced tokens are looked for at each step, unless
         # that is known to take long.
         self._plain_rests, self._guided_rests = Rests(REST_STEPS), Rests(1)
-        self._looks = False, False  # which kinds of rows the last look-up was for
-        self._num_each = 1  # rows that each one of the sample then stood for
+        self._kinds = self._plain_rests, self._guided_rests  # by whether rows have a grammar
+        self._looks = 0, 0  # rows of each kind that the last look-up was for
+        self._num_each = [1, 1]  # rows that each of them then stood for
+        self._has_drafted = [False, False]  # which kinds have draft tokens from the last call
         self._rests_until = np.zeros(num_rows, np.int64)  # [R] step before which a row rests
         self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
         self._looked_at = -1  # the last step before which look-ups took place
-        self._looked_s = self._look_s = 0.0  # when the last look-up began; seconds of a failed one
+        self._looked_s = 0.0  # when the last look-up began
         self.holds_back = False
         self._is_alone = True  # no other plan was in flight with the last one
         self._began_s = self._taken_s = 0.0
@@ -265,31 +269,34 @@ class Drafting:
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
         self._looked_s, is_guided = time.perf_counter(), table.is_masked[rows]
-        plain = rows[:0] if self._only_forced else self._ready(rows[~is_guided], self._plain_rests)
-        guided = self._ready(rows[is_guided], self._guided_rests)
-        self._looks = len(plain) > 0, len(guided) > 0
-        rows = np.concatenate((guided, self._sample(plain)))
+        plain, guided = rows[~is_guided], rows[is_guided]
+        if len(plain) == 0 < len(guided):
+            self._plain_rests.until = min(self._guided_rests.until, self._num_steps + ABSENT_STEPS)
+        plain = self._ready(plain[:0] if self._only_forced else plain, is_guided=False)
+        guided = self._ready(guided, is_guided=True)
+        self._looks = len(plain), len(guided)
+        rows = np.concatenate((guided, plain))
         if self._ngrams is None or len(rows) == 0:
             return rows
         self._places[rows] = self._ngrams.places(table, rows)
         return rows[(self._places[rows] >= 0) | table.is_masked[rows]]
 
-    def _ready(self, rows: Int64, rests: Rests) -> Int64:
-        """Return the rows of a kind that do not rest. If all do, the kind rests as long."""
+    def _ready(self, rows: Int64, *, is_guided: bool) -> Int64:
+        """Return the rows of a kind that do not rest, or a sample of them if only that is due. If
+        all rest, the kind rests as long."""
+        rests, self._num_each[is_guided] = self._kinds[is_guided], 1
         if len(rows) == 0 or self._num_steps < rests.until:
             return rows[:0]
         until = self._rests_until[rows]
         rests.until = max(rests.until, int(until.min()))
-        return rows[until <= self._num_steps]
-
-    def _sample(self, rows: Int64) -> Int64:
-        """Return some of the rows without a grammar, if only a sample is due; others each time."""
-        is_sample = self._plain_rests.is_sampled and not self.drafts_on_device
-        self._num_each = len(rows) // NUM_SAMPLED if is_sample else 1
-        if self._num_each < 2:
+        rows = rows[until <= self._num_steps]
+        num_sampled = min(NUM_SAMPLED, max(1, len(rows) // MIN_EACH))
+        num_each = len(rows) // num_sampled
+        if not rests.is_sampled or num_each < 2 or self.drafts_on_device and not is_guided:
             return rows
-        first = self._num_steps % (len(rows) - NUM_SAMPLED + 1)
-        return rows[first : first + NUM_SAMPLED]
+        self._num_each[is_guided] = num_each
+        first = self._num_steps % (len(rows) - num_sampled + 1)  # others each time
+        return rows[first : first + num_sampled]
 
     def follow(self) -> None:
         self._is_alone = False
@@ -304,45 +311,53 @@ class Drafting:
         if self._verified.seconds(1) is not None and not self._times.is_known(num_running):
             self.holds_back = False
             return []  # measure a plain step first
-        found = self.proposals(sequences)
+        num_guided = len(sequences)
+        if all(self._looks):  # rows with a grammar come first
+            num_guided = sum(bool(each.request.grammar) for each in sequences)
+        found = self.proposals(sequences[:num_guided])
+        guided_s = 0.0
+        if all(self._looks):
+            guided_s = time.perf_counter() - self._looked_s
+            found += self.proposals(sequences[num_guided:])
         nums = self._lengths(found, num_running)
         drafts = self._drafts(found, nums)
         self.holds_back = bool(drafts)
-        is_slow = False
-        if not drafts:
-            self._began_s = time.perf_counter()  # a step without drafts is timed without look-ups
-            is_slow = self._observe_look(num_running)
-        self._decide_rests(found, nums, is_slow)
+        self._began_s = time.perf_counter()  # steps are timed without look-ups
+        self._observe_look(self._began_s - self._looked_s, guided_s, num_running)
+        self._decide_rests(found, nums, self._times.seconds(num_running))
         return drafts
 
-    def _observe_look(self, num_running: int) -> bool:
-        """Choose how rare failed look-ups become, by the time of the last one. Return whether they
-        would have to be too rare."""
-        if not any(self._looks):
-            return False
-        if not self._has_new:  # else most of the time was that of its prompt
-            self._look_s += (self._began_s - self._looked_s - self._look_s) / 4
+    def _observe_look(self, look_s: float, guided_s: float, num_running: int) -> None:
+        """Record the time of a look-up, and choose how rare failed ones become. guided_s: the part
+        for rows with a grammar, if both kinds of rows were looked at."""
         step_s = self._times.seconds(num_running)
-        if step_s is None:
-            return False
-        num = steps_for(self._look_s, step_s)
-        self._plain_rests.max_steps = self._guided_rests.max_steps = min(MAX_REST_STEPS, num)
-        return num > MAX_REST_STEPS
+        for rests, num, own_s in zip(
+            self._kinds, self._looks, (look_s - guided_s, guided_s or look_s), strict=True
+        ):
+            if num and not self._has_new:  # else most of the time was that of its prompt
+                rests.row_times.append(own_s / num)
+            if num and step_s is not None:
+                steps = steps_for(rests.look_s(num), step_s)
+                rests.max_steps = min(MAX_REST_STEPS, steps)
 
-    def _decide_rests(self, found: list[Proposal], nums: Seq[int], is_slow: bool) -> None:
+    def _decide_rests(self, found: list[Proposal], nums: Seq[int], step_s: float | None) -> None:
         """Let each kind of rows rest as its proposals require. nums: accepted lengths of `found`.
-        is_slow: whether the look-up took too long. A refused draft under a grammar counts if it
-        begins with a forced token; otherwise the grammar may soon force some."""
-        step = self._num_steps
-        for is_guided, rests in ((False, self._plain_rests), (True, self._guided_rests)):
+        step_s: expected time of a step. A refused draft under a grammar counts if it begins with a
+        forced token; otherwise the grammar may soon force some."""
+        step, self._has_drafted = self._num_steps, [False, False]
+        for is_guided, rests in enumerate(self._kinds):
             if not self._looks[is_guided]:
                 continue
-            is_sample = not is_guided and self._num_each > 1
+            is_sample = self._num_each[is_guided] > 1
             own = [i for i, each in enumerate(found) if each.is_guided == is_guided]
             if any(nums[i] for i in own):
                 rests.end(step, is_sample=is_sample)
-            elif is_slow or own and all(found[i].is_forced[:1] != [False] for i in own):
-                is_slow = False  # if the rows with a grammar are slow, the next look-up shows it
+                self._has_drafted[is_guided] = True
+                continue
+            if step_s is not None:
+                look_s = rests.look_s(self._looks[is_guided])
+                rests.spend(step, look_s / max(step_s, 1e-9))
+            if own and all(found[i].is_forced[:1] != [False] for i in own):
                 self._hope(rests.refuse(step), [found[i] for i in own])
             else:
                 rests.miss(step, is_sample=is_sample)
@@ -377,6 +392,8 @@ class Drafting:
                 self._rest(each.sequence, each.draft_state)
         verified = self._times if self._verified.seconds(1) is None else self._verified
         seconds = verified.seconds(num_running + sum(nums))
+        if seconds is not None:
+            seconds += self._plain_rests.look_s(len(sequences))
         plainly = self._flowing.seconds(num_running)
         if seconds is None or plainly is None:
             self.holds_back = sum(nums) > 0  # measure it
@@ -385,9 +402,13 @@ class Drafting:
 
     def _lengths(self, found: list[Proposal], num_running: int) -> list[int]:
         """Return how many tokens of each proposal should pay off. A sample is judged as if the
-        other rows had the same proposals."""
-        others = [each for each in found if not each.is_guided] * (self._num_each - 1)
-        judged = found + others
+        other rows had the same proposals, after a look-up for all of them."""
+        others_s = 0.0
+        for rests, num, num_each in zip(self._kinds, self._looks, self._num_each, strict=True):
+            others_s += rests.look_s(num * (num_each - 1))
+        judged = [*found]
+        for each in found:
+            judged += [each] * (self._num_each[each.is_guided] - 1)
         if not judged:
             return []
         nums = lengths(
@@ -395,7 +416,8 @@ class Drafting:
             [each.chances for each in judged],
             num_running - len(judged),
             self._times,
-            verified=self._verified,
+            (lambda _: others_s) if others_s else None,
+            self._verified,
             max_tokens=self.max_tokens,
         )
         return nums[: len(found)]
@@ -504,6 +526,20 @@ class Drafting:
                     times.observe(num_tokens, now_s - began_s)
                 else:
                     times.pass_one()
+            if kind == 1:
+                self._observe_gain(num_tokens, num_rows, result)
+
+    def _observe_gain(self, num_tokens: int, num_rows: int, result: StepResult) -> None:
+        """Add what a step with draft tokens gained to the balance of each kind of rows that had
+        some. num_tokens: of the step. The times are the expected ones, since single steps vary."""
+        plain_s, verified_s = self._times.seconds(num_rows), self._verified.seconds(num_tokens)
+        if not plain_s or verified_s is None:
+            return
+        num_right = int(result.num_accepted.sum()) - len(result.num_accepted)
+        gain = num_right / num_rows - (verified_s / plain_s - 1)
+        for rests, num, has in zip(self._kinds, self._looks, self._has_drafted, strict=True):
+            if has:
+                rests.gain(self._num_steps, gain, rests.look_s(num) / plain_s)
 
     def _draft_state(self, sequence: Sequence) -> DraftState:
         found = self._of.get(sequence)
