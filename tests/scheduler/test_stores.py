@@ -394,15 +394,70 @@ def test_a_waiting_request_is_not_looked_up_again_after_a_reset() -> None:
     assert not [order for order in lab.stores.pending if isinstance(order, LookUp)]
 
 
-def test_fetched_blocks_do_not_evict_the_blocks_before_them() -> None:
-    """Host memory is full, and the beginning of the prompt is what it used longest ago."""
-    lab = Lab(gives=COMPUTED)
+def stored_prompt(lab: Lab) -> list[bytes]:
+    """Compute PROMPT, so that the store and memory have its blocks. Return their names."""
     lab.generate(PROMPT)
     lab.generate([49])  # so that a plan copies what the first request computed
     lab.answer()
     digests: list[bytes] = []
     root = lab.scheduler.memory.names.root(make_request("", PROMPT), 1, 0)
     extend_digests(digests, root, np.array(PROMPT, np.int32), BLOCK, 5)
+    return digests
+
+
+def look_up(lab: Lab, request: Request) -> list[bytes]:
+    """Answer the one look-up of a request. Return its names."""
+    [order] = lab.orders()
+    assert isinstance(order, LookUp)
+    found = [name in lab.stores.kept[0] for name in order.names]
+    lab.core.control(LookedUp(0, request.request_id, found, order.ticket))
+    return [digest for _, digest in order.names]
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_blocks_lost_during_a_look_up_are_looked_up_once(is_stored: bool) -> None:
+    lab = Lab(gives=COMPUTED)
+    digests = stored_prompt(lab)
+    lab.kv.forget(digests[3:])
+    request = lab.add(PROMPT)
+    sequence = lab.scheduler.lifecycle.sequences[request.request_id]
+    lab.kv.forget(digests[1:])
+    if not is_stored:
+        lab.stores.kept[0].pop((0, digests[2]))
+    assert look_up(lab, request) == digests[3:4]
+    assert look_up(lab, request) == digests[1:3]
+    [fetch] = lab.orders()
+    fetched = digests[1:4] if is_stored else digests[1:2]
+    assert isinstance(fetch, Fetch) and [digest for _, digest, _ in fetch.items] == fetched
+    lab.stores.submit([fetch])
+    assert lab.finish(request) == wanted(PROMPT)
+    assert sequence.num_cached_tokens == BLOCK * (1 + len(fetched))
+
+
+def test_blocks_lost_during_a_fetch_are_looked_up() -> None:
+    """The request holds what remains, so the second fetch evicts nothing of it."""
+    lab = Lab(gives=COMPUTED)
+    digests = stored_prompt(lab)
+    lab.kv.forget(digests[2:])
+    request = lab.add(PROMPT)
+    sequence = lab.scheduler.lifecycle.sequences[request.request_id]
+    assert look_up(lab, request) == digests[2:4]
+    [fetch] = lab.orders()
+    lab.kv.forget(digests[:1])
+    lab.stores.submit([fetch])
+    answer = lab.stores.answer(0, fails=False)
+    assert answer is not None
+    lab.core.control(answer)
+    assert look_up(lab, request) == digests[:1]
+    assert stores_of(lab).held_blocks(0), "what is here is held"
+    assert lab.finish(request) == wanted(PROMPT)
+    assert sequence.num_cached_tokens == 4 * BLOCK
+
+
+def test_fetched_blocks_do_not_evict_the_blocks_before_them() -> None:
+    """Host memory is full, and the beginning of the prompt is what it used longest ago."""
+    lab = Lab(gives=COMPUTED)
+    digests = stored_prompt(lab)
     lab.kv.forget(digests[2:])
     for first, num in ((30, 21), (31, 21), (32, 21)):
         if lab.kv.host_pools[0].num_indexed < 12:

@@ -68,13 +68,13 @@ class StoreHit(StrEnum):
 
 @dataclass(slots=True)
 class PendingLookup:
-    """Request in a look-up or fetch. names: its blocks that are not cached here. is_handed_over:
+    """Request in a look-up or fetch. names: its blocks that were not cached here. is_handed_over:
     another engine may be sending them to the stores. is_again: it had lost blocks while it was
     queued. requested: names of unanswered look-ups, by ticket. found: a store that has the block.
     tickets: unanswered fetches."""
 
     sequence: Sequence
-    names: tuple[BlockName, ...]
+    names: dict[BlockName, None]
     is_handed_over: bool = False
     is_again: bool = False
     requested: dict[int, tuple[BlockName, ...]] = field(default_factory=dict)
@@ -297,11 +297,45 @@ class Stores(HitSource, Extension, StepExtension):
         if self._partial is not None:
             num_before = self._partial.num_blocks_before(sequence)
             names += tuple(chain(*self._partial.to_fetch(sequence, num_before)))
-        wait = PendingLookup(sequence, names, is_handed_over, is_again)
+        wait = PendingLookup(sequence, dict.fromkeys(names), is_handed_over, is_again)
         self.waiting[sequence.request.request_id] = wait
         for store in stores:
-            self._look_up(wait, store)
+            self._look_up(wait, store, names)
         return True
+
+    def _look_up_lost(self, wait: PendingLookup, num_blocks: int) -> bool:
+        """Look up the blocks that were here at the request's look-up and are lost since. Hold the
+        others. num_blocks: leading blocks that are here or found. Return whether there are any."""
+        if wait.is_handed_over:
+            return False
+        sequence = wait.sequence
+        digests, num_tokens = self._memory.names.readable(sequence)
+        max_blocks = min(len(digests), (num_tokens - 1) // self._memory.block_size)
+        lost = self._lost(wait, digests[:max_blocks], num_blocks)
+        stores = [i for i in range(self.num_stores) if self._is_faster(i, lost, num_tokens)]
+        if not lost or not stores:
+            return False
+        wait.is_again = True
+        self._hold(sequence)
+        wait.names |= dict.fromkeys(lost)
+        for store in stores:
+            self._look_up(wait, store, lost)
+        return True
+
+    def _lost(self, wait: PendingLookup, digests: Seq[bytes], start: int) -> tuple[BlockName, ...]:
+        """Return the names from block `start` on that are neither here nor looked up. No block is
+        of use after one that no store has, in a cache group that keeps all blocks."""
+        kv, lost = self._memory.kv, list[BlockName]()
+        for g, group in enumerate(kv.groups):
+            for digest in digests[start if group.keeps_all else 0 :]:
+                name = (g, digest)
+                if kv.is_cached(g, digest) or name in wait.found:
+                    continue
+                if name not in wait.names:
+                    lost.append(name)
+                elif group.keeps_all:
+                    break
+        return tuple(lost)
 
     def _is_handed_over(self, sequence: Sequence, digests: Seq[bytes]) -> bool:
         """Return whether another engine keeps this prompt's blocks now or soon. Its digest must
@@ -312,9 +346,8 @@ class Stores(HitSource, Extension, StepExtension):
         num = transfer.num_blocks
         return num == 0 or (num <= len(digests) and digests[num - 1] == transfer.digest)
 
-    def _look_up(self, wait: PendingLookup, store: int) -> None:
-        """Order a look-up in a store of the names that are not found yet."""
-        names = tuple(name for name in wait.names if name not in wait.found)
+    def _look_up(self, wait: PendingLookup, store: int, names: tuple[BlockName, ...]) -> None:
+        """Order a look-up of these names in a store."""
         ticket, wait_s = self._tickets.next(), WAIT_S if wait.is_handed_over else 0.0
         wait.requested[ticket] = names
         request_id = wait.sequence.request.request_id
@@ -362,7 +395,8 @@ class Stores(HitSource, Extension, StepExtension):
         if there >= self._num_to_come(wait.sequence):
             wait.requested.clear()
         elif is_growing:
-            self._look_up(wait, store)
+            names = tuple(name for name in wait.names if name not in wait.found)
+            self._look_up(wait, store, names)
 
     def _fetch(self, wait: PendingLookup) -> None:
         """Order fetches of the blocks that make the hit longer."""
@@ -374,7 +408,7 @@ class Stores(HitSource, Extension, StepExtension):
             return (g, digest) in wait.found or kv.is_cached(g, digest)
 
         there = kv.num_computed_blocks(digests, num_tokens, has)
-        if there <= here:
+        if self._look_up_lost(wait, there) or there <= here:
             return
         lacking = [
             (g, digests[i])
@@ -450,6 +484,11 @@ class Stores(HitSource, Extension, StepExtension):
         """Queue a request once no look-up or fetch is outstanding."""
         if wait.requested or wait.tickets:
             return
+        if not self._look_up_lost(wait, self._num_here(wait.sequence) // self._memory.block_size):
+            self._finish_wait(wait)
+
+    def _finish_wait(self, wait: PendingLookup) -> None:
+        """Queue a request that waits for stores."""
         sequence = wait.sequence
         del self.waiting[sequence.request.request_id]
         if wait.is_again:
@@ -468,7 +507,7 @@ class Stores(HitSource, Extension, StepExtension):
         self._coming = {}
         for wait in list(self.waiting.values()):
             wait.requested, wait.tickets = {}, set()
-            self._end_wait(wait)
+            self._finish_wait(wait)
         for sequence in self._lifecycle.sequences.values():
             sequence.found_elsewhere.pop(StoreHit.EXPECTED, None)
 
