@@ -89,7 +89,7 @@ BUDGETS = {
     "scheduler/core": 3830,
     "scheduler/media": 390,
     "scheduler/policy": 350,
-    "scheduler/reuse": 2725,
+    "scheduler/reuse": 2760,
     "serve": 2930,
     "serve/anthropic": 950,
     "serve/batches": 2320,
