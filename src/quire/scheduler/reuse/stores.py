@@ -18,6 +18,7 @@ all blocks of its tokens are removed from stores (`Remove`). A fetch in flight d
 the host tier.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ from quire.scheduler.reuse.partial_blocks import PartialBlocks
 from quire.scheduler.views import StoresView
 
 WAIT_S = 1.5  # for a block that another engine is about to keep
+FETCHING_SHARE = 2  # fetches in flight take at most 1/FETCHING_SHARE of a group's host memory
 OLD_RATE_WEIGHT = 0.5  # weight of the old average when a new rate is measured
 
 
@@ -113,6 +115,7 @@ class Stores(HitSource, Extension, StepExtension):
         self._memory, self._lifecycle, self._planner = memory, lifecycle, planner
         self._is_ending = False  # whether all cached blocks are to be kept before the engine ends
         self._fetching: dict[int, tuple[Item, ...]] = {}
+        self._deferred: dict[str, PendingLookup] = {}  # fetches without room, by request id
         self._coming: dict[BlockName, int] = {}  # ticket of the fetch, of the blocks still needed
         self._bytes_per_s = [0.0] * num_stores  # rate of fetching; 0.0 if unknown
         self._tickets = Tickets()
@@ -366,6 +369,7 @@ class Stores(HitSource, Extension, StepExtension):
     def forget(self, sequence: Sequence) -> None:
         """Forget a request that has ended. Fetches in flight for it continue."""
         self.waiting.pop(sequence.request.request_id, None)
+        self._deferred.pop(sequence.request.request_id, None)
         self._holds.release(sequence.request.request_id)
 
     def _take_looked_up(self, answer: LookedUp) -> None:
@@ -417,6 +421,9 @@ class Stores(HitSource, Extension, StepExtension):
             if i >= kv.first_seen(g, there * kv.block_size) and not kv.is_cached(g, digests[i])
         ]
         lacking += self._partial_to_fetch(wait, there)
+        if not (wait.is_handed_over or self._has_room(lacking)):
+            self._deferred[sequence.request.request_id] = wait
+            return
         # The fetched blocks must not evict those before them.
         names = [(g, d) for d in reversed(digests[:there]) for g in range(len(kv.groups))]
         held = [(g, self._tier.borrow(g, digest)) for g, digest in names]
@@ -429,6 +436,31 @@ class Stores(HitSource, Extension, StepExtension):
         for g, block in held:
             if block is not None:
                 self._tier.release(g, block)
+
+    def _has_room(self, names: list[BlockName]) -> bool:
+        """Return whether to fetch these blocks now. Fetches together take at most a share of host
+        memory, so that evicted blocks find room. A fetch waits for earlier ones, and never if no
+        answer is due."""
+        kv = self._memory.kv
+        counts = Counter(name[0] for name in names if name not in self._coming)
+        if counts and self._deferred:
+            return False
+        fetching = Counter(g for items in self._fetching.values() for g, _, _ in items)
+        has_answers_due = bool(fetching) or self._keeping.backlog > 0
+        for g, num in counts.items():
+            limit = self._tier.limits[g]
+            if fetching[g] and fetching[g] + num > limit // FETCHING_SHARE:
+                return False
+            if has_answers_due and num > limit - kv.host_pools[g].num_used:
+                return False
+        return True
+
+    def _fetch_deferred(self) -> None:
+        """Order the deferred fetches that have room now, the oldest request first."""
+        deferred, self._deferred = self._deferred, {}
+        for wait in sorted(deferred.values(), key=lambda wait: wait.sequence.arrival):
+            self._fetch(wait)
+            self._end_wait(wait)
 
     def _partial_to_fetch(self, wait: PendingLookup, num_blocks: int) -> list[BlockName]:
         """Return the names to fetch of the longest partial block after these full blocks that is
@@ -479,10 +511,12 @@ class Stores(HitSource, Extension, StepExtension):
                 wait.tickets.remove(answer.ticket)
                 wait.sequence.num_fetched_blocks += num_found
             self._end_wait(wait)
+        self._fetch_deferred()
 
     def _end_wait(self, wait: PendingLookup) -> None:
         """Queue a request once no look-up or fetch is outstanding."""
-        if wait.requested or wait.tickets:
+        is_deferred = wait.sequence.request.request_id in self._deferred
+        if wait.requested or wait.tickets or is_deferred:
             return
         if not self._look_up_lost(wait, self._num_here(wait.sequence) // self._memory.block_size):
             self._finish_wait(wait)
@@ -504,7 +538,7 @@ class Stores(HitSource, Extension, StepExtension):
         fetches in flight are dropped. From now on, stores only extend the memory of this engine."""
         self.is_private = True
         self._holds.release_all()
-        self._coming = {}
+        self._coming, self._deferred = {}, {}
         for wait in list(self.waiting.values()):
             wait.requested, wait.tickets = {}, set()
             self._finish_wait(wait)
@@ -544,6 +578,7 @@ class Stores(HitSource, Extension, StepExtension):
             pairs = zip(items, answer.ok, strict=False)
             kept = [(g, digest) for (g, digest, _), ok in pairs if ok]
             self.offers.take_kept(kept, answer.is_lasting)
+        self._fetch_deferred()
 
     # ---- rates -------------------------------------------------------------------------------
 
