@@ -1,4 +1,4 @@
-"""Measure how much of what clients send again a server reuses, under 20 sessions of agents.
+"""Measure the share of reusable tokens that a server reuses, under 20 sessions of agents.
 
     python -m benchmarks.server.reuse --output-json reuse.json
 

@@ -441,17 +441,15 @@ class Stores(HitSource, Extension, StepExtension):
         """Return whether to fetch these blocks now. Fetches together take at most a share of host
         memory, so that evicted blocks find room. A fetch waits for earlier ones, and never if no
         answer is due."""
-        kv = self._memory.kv
         counts = Counter(name[0] for name in names if name not in self._coming)
         if counts and self._deferred:
             return False
         fetching = Counter(g for items in self._fetching.values() for g, _, _ in items)
         has_answers_due = bool(fetching) or self._keeping.backlog > 0
         for g, num in counts.items():
-            limit = self._tier.limits[g]
-            if fetching[g] and fetching[g] + num > limit // FETCHING_SHARE:
+            if fetching[g] and fetching[g] + num > self._tier.limits[g] // FETCHING_SHARE:
                 return False
-            if has_answers_due and num > limit - kv.host_pools[g].num_used:
+            if has_answers_due and num > self._tier.room(g):
                 return False
         return True
 
