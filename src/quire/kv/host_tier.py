@@ -53,7 +53,7 @@ class HostTier:
         """Evict cached blocks of the device, up to the tier's limit per group. Return whether there
         were any."""
         pairs = zip(self._device, self.limits, strict=True)
-        return any([pool.evict() for pool, n in pairs for _ in range(n)])
+        return sum(pool.evict() for pool, n in pairs for _ in range(n)) > 0
 
     def take_evicted(self) -> list[Copies]:
         """Return the copies, by cache group, of blocks that the device evicted since the last call.
