@@ -106,8 +106,8 @@ bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/r
 		--output-json $(RESULTS)/against_transformers_bfloat16.json
 	$(BIN)/python -m benchmarks.models.against_transformers --dtype float32 \
 		--output-json $(RESULTS)/against_transformers_float32.json
-	for name in server.throughput server.import_time server.front_end server.turns server.startup server.worst_bodies \
-		server.grammars memory.prefix_sharing memory.prefix_savings memory.chat_turns memory.hybrid_hits \
+	for name in server.throughput server.import_time server.front_end server.turns server.reuse server.startup \
+		server.worst_bodies server.grammars memory.prefix_sharing memory.prefix_savings memory.chat_turns memory.hybrid_hits \
 		memory.swap memory.sharing memory.block_pool memory.block_tables memory.live_slots memory.handover \
 		models.beam_search models.accuracy scheduler.steps scheduler.async_scheduling scheduler.policies \
 		scheduler.recording scheduler.kv_events scheduler.live_watcher kernels.linear kernels.attention \

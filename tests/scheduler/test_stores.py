@@ -412,15 +412,130 @@ def test_a_waiting_request_is_not_looked_up_again_after_a_reset() -> None:
     assert not [order for order in lab.stores.pending if isinstance(order, LookUp)]
 
 
-def test_fetched_blocks_do_not_evict_the_blocks_before_them() -> None:
-    """Host memory is full, and the beginning of the prompt is what it used longest ago."""
-    lab = Lab(gives=COMPUTED)
-    lab.generate(PROMPT)
+def stored_prompt(lab: Lab, prompt: list[int] = PROMPT) -> list[bytes]:
+    """Compute a prompt, so that the store and memory have its blocks. Return their names."""
+    lab.generate(prompt)
     lab.generate([49])  # so that a plan copies what the first request computed
     lab.answer()
     digests: list[bytes] = []
-    root = lab.scheduler.memory.names.root(make_request("", PROMPT), 1, 0)
-    extend_digests(digests, root, np.array(PROMPT, np.int32), BLOCK, 5)
+    root = lab.scheduler.memory.names.root(make_request("", prompt), 1, 0)
+    extend_digests(digests, root, np.array(prompt, np.int32), BLOCK, len(prompt) // BLOCK)
+    return digests
+
+
+def look_up(lab: Lab, request: Request) -> list[bytes]:
+    """Answer the one look-up of a request. Return its names."""
+    [order] = lab.orders()
+    assert isinstance(order, LookUp)
+    found = [name in lab.stores.kept[0] for name in order.names]
+    lab.core.control(LookedUp(0, request.request_id, found, order.ticket))
+    return [digest for _, digest in order.names]
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_blocks_lost_during_a_look_up_are_looked_up_once(is_stored: bool) -> None:
+    lab = Lab(gives=COMPUTED)
+    digests = stored_prompt(lab)
+    lab.kv.forget(digests[3:])
+    request = lab.add(PROMPT)
+    sequence = lab.scheduler.lifecycle.sequences[request.request_id]
+    lab.kv.forget(digests[1:])
+    if not is_stored:
+        lab.stores.kept[0].pop((0, digests[2]))
+    assert look_up(lab, request) == digests[3:4]
+    assert look_up(lab, request) == digests[1:3]
+    [fetch] = lab.orders()
+    fetched = digests[1:4] if is_stored else digests[1:2]
+    assert isinstance(fetch, Fetch) and [digest for _, digest, _ in fetch.items] == fetched
+    lab.stores.submit([fetch])
+    assert lab.finish(request) == wanted(PROMPT)
+    assert sequence.num_cached_tokens == BLOCK * (1 + len(fetched))
+
+
+def test_blocks_lost_during_a_fetch_are_looked_up() -> None:
+    """The request holds what remains, so the second fetch evicts nothing of it."""
+    lab = Lab(gives=COMPUTED)
+    digests = stored_prompt(lab)
+    lab.kv.forget(digests[2:])
+    request = lab.add(PROMPT)
+    sequence = lab.scheduler.lifecycle.sequences[request.request_id]
+    assert look_up(lab, request) == digests[2:4]
+    [fetch] = lab.orders()
+    lab.kv.forget(digests[:1])
+    lab.stores.submit([fetch])
+    answer = lab.stores.answer(0, fails=False)
+    assert answer is not None
+    lab.core.control(answer)
+    assert look_up(lab, request) == digests[:1]
+    assert stores_of(lab).held_blocks(0), "what is here is held"
+    assert lab.finish(request) == wanted(PROMPT)
+    assert sequence.num_cached_tokens == 4 * BLOCK
+
+
+def deferred_fetch(lab: Lab) -> tuple[Request, Request, Fetch]:
+    """Add two requests whose prompts only the store has. Return them, and the first one's fetch.
+    Host memory has 12 blocks, so fetches may take 6, and each prompt needs 4."""
+    digests = stored_prompt(lab) + stored_prompt(lab, OTHER)
+    lab.kv.forget(digests)
+    requests = lab.add(PROMPT), lab.add(OTHER)
+    lab.stores.submit(lab.orders())
+    for _ in requests:
+        answer = lab.stores.answer(0, fails=False)
+        assert isinstance(answer, LookedUp)
+        lab.core.control(answer)
+    [fetch] = lab.orders()
+    assert isinstance(fetch, Fetch) and len(fetch.items) == 4
+    return *requests, fetch
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_fetch_waits_until_host_memory_has_room(fails: bool) -> None:
+    lab = Lab(gives=COMPUTED)
+    first, second, fetch = deferred_fetch(lab)
+    sequence = lab.scheduler.lifecycle.sequences[second.request_id]
+    lab.stores.submit([fetch])
+    answer = lab.stores.answer(0, fails)
+    assert answer is not None
+    lab.core.control(answer)
+    [fetch] = lab.orders()
+    assert isinstance(fetch, Fetch) and len(fetch.items) == 4
+    lab.stores.submit([fetch])
+    assert lab.finish(first) == wanted(PROMPT)
+    assert lab.finish(second) == wanted(OTHER)
+    assert sequence.num_cached_tokens == 4 * BLOCK
+
+
+def test_a_small_fetch_does_not_pass_one_that_waits() -> None:
+    lab, small = Lab(gives=COMPUTED), list(range(41, 50))
+    names = stored_prompt(lab, small)
+    _, _, fetch = deferred_fetch(lab)
+    lab.kv.forget(names)
+    third = lab.add(small)
+    assert len(look_up(lab, third)) == 2 and not lab.orders()
+    lab.stores.submit([fetch])
+    answer = lab.stores.answer(0, fails=False)
+    assert answer is not None
+    lab.core.control(answer)
+    sizes = [len(order.items) for order in lab.orders() if isinstance(order, Fetch)]
+    assert sizes == [4, 2]
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_a_fetch_that_waits_is_dropped(is_reset: bool) -> None:
+    lab = Lab(gives=COMPUTED)
+    first, second, fetch = deferred_fetch(lab)
+    lab.core.control(ResetPrefixCache() if is_reset else Abort(second.request_id))
+    lab.stores.submit([fetch])
+    assert lab.finish(first) == wanted(PROMPT)
+    assert not [order for order in lab.orders() if isinstance(order, Fetch)]
+    if is_reset:
+        assert lab.finish(second) == wanted(OTHER)
+
+
+def test_fetched_blocks_do_not_evict_the_blocks_before_them() -> None:
+    """Host memory is full, and the beginning of the prompt is what it used longest ago."""
+    lab = Lab(gives=COMPUTED)
+    digests = stored_prompt(lab)
     lab.kv.forget(digests[2:])
     for first, num in ((30, 21), (31, 21), (32, 21)):
         if lab.kv.host_pools[0].num_indexed < 12:

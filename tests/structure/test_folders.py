@@ -89,8 +89,7 @@ BUDGETS = {
     "scheduler/core": 3830,
     "scheduler/media": 390,
     "scheduler/policy": 350,
-    "scheduler/reuse": 2690,
-    "serve": 2965,
+MAX_TRUNK_FILES, MAX_TRUNK_LINES = 908, 132_760
     "serve/anthropic": 950,
     "serve/batches": 2320,
     "serve/bodies": 1810,

@@ -52,12 +52,8 @@ class HostTier:
     def evict_some(self) -> bool:
         """Evict cached blocks of the device, up to the tier's limit per group. Return whether there
         were any."""
-        found = [
-            pool.evict()
-            for pool, n in zip(self._device, self.limits, strict=True)
-            for _ in range(n)
-        ]
-        return any(found)
+        pairs = zip(self._device, self.limits, strict=True)
+        return sum(pool.evict() for pool, n in pairs for _ in range(n)) > 0
 
     def take_evicted(self) -> list[Copies]:
         """Return the copies, by cache group, of blocks that the device evicted since the last call.
@@ -119,6 +115,10 @@ class HostTier:
         if host.num_indexed >= self.limits[group] and not host.evict():
             return None
         return host.allocate() if host.num_free else None
+
+    def room(self, group: int) -> int:
+        """Return how many blocks are free or may be evicted, within the tier's limit."""
+        return self.limits[group] - self._host[group].num_used
 
     def keep_fetched(self, group: int, block_id: int, digest: bytes | None) -> None:
         """Name a host block that a store has filled, and release it. digest None frees it."""

@@ -494,6 +494,4 @@ class KVManager:
 
 
 def fit(needs: Iterable[int], pools: Iterable[BlockPool], reserve: int = 0) -> bool:
-    pairs = zip(needs, pools, strict=True)
-    lacking = [pool for need, pool in pairs if need + reserve > pool.num_free]
-    return not lacking
+    return not [p for need, p in zip(needs, pools, strict=True) if need + reserve > p.num_free]

@@ -318,8 +318,7 @@ class BlockPool:
 
     def check_invariants(self, block_ids: Iterable[int], evictable: Iterable[int] = ()) -> None:
         """Assert the pool's invariants. block_ids: block ids of all tables, with repetition.
-        evictable:
-        block ids of the tables that may be freed at any time, with repetition."""
+        evictable: block ids of the tables that may be freed at any time, with repetition."""
         counts = self._count(block_ids)
         assert counts == self._num_refs, "reference counts differ from the tables"
         assert self._count(evictable) == self._evictable_refs, "tables are marked otherwise"

@@ -26,7 +26,9 @@ class FakeWithIds(FakeOpenAI):
         for i in range(num):
             choice = {"text": "a", "token_ids": [7000 + i]}
             yield {"choices": [choice | ({} if i else {"prompt_token_ids": ids})]}
-        details = {"cached_tokens": self.cached, "cache_miss": {"reason": "evicted"}}
+        tiers = {"device": self.cached - 1, "store": 1} if self.cached else {}
+        details = {"cached_tokens": self.cached, "cached_tokens_by_tier": tiers}
+        details |= {"cache_miss": {"reason": "evicted"}}
         usage = {"prompt_tokens": len(ids), "completion_tokens": num}
         yield {"choices": [], "usage": usage | {"prompt_tokens_details": details}}
         yield "[DONE]"
@@ -64,6 +66,7 @@ def test_a_trace_of_two_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     found = json.loads(out.read_text(encoding="utf-8"))
     assert (found["prompt_tokens"], found["output_tokens"]) == (11, 5)
     assert (found["reusable_tokens"], found["reused_tokens"]) == (5, 4)
+    assert found["cached_tokens_by_tier"] == {"device": 6, "store": 2}
     assert found["recomputed_tokens_by_reason"] == {"evicted": 1}
     assert len(found["median_ttft_ms_by_turn"]) == 2 and found["times_alone"] == {}
     assert "Reused of it (%):                            80.00" in capsys.readouterr().out

@@ -18,6 +18,7 @@ all blocks of its tokens are removed from stores (`Remove`). A fetch in flight d
 the host tier.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ from quire.scheduler.reuse.partial_blocks import PartialBlocks
 from quire.scheduler.views import StoresView
 
 WAIT_S = 1.5  # for a block that another engine is about to keep
+FETCHING_SHARE = 2  # fetches in flight take at most 1/FETCHING_SHARE of a group's host memory
 OLD_RATE_WEIGHT = 0.5  # weight of the old average when a new rate is measured
 
 
@@ -68,13 +70,13 @@ class StoreHit(StrEnum):
 
 @dataclass(slots=True)
 class PendingLookup:
-    """Request in a look-up or fetch. names: its blocks that are not cached here. is_handed_over:
+    """Request in a look-up or fetch. names: its blocks that were not cached here. is_handed_over:
     another engine may be sending them to the stores. is_again: it had lost blocks while it was
     queued. requested: names of unanswered look-ups, by ticket. found: a store that has the block.
     tickets: unanswered fetches."""
 
     sequence: Sequence
-    names: tuple[BlockName, ...]
+    names: dict[BlockName, None]
     is_handed_over: bool = False
     is_again: bool = False
     requested: dict[int, tuple[BlockName, ...]] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class Stores(HitSource, Extension, StepExtension):
         self._memory, self._lifecycle, self._planner = memory, lifecycle, planner
         self._is_ending = False  # whether all cached blocks are to be kept before the engine ends
         self._fetching: dict[int, tuple[Item, ...]] = {}
+        self._deferred: dict[str, PendingLookup] = {}  # fetches without room, by request id
         self._coming: dict[BlockName, int] = {}  # ticket of the fetch, of the blocks still needed
         self._bytes_per_s = [0.0] * num_stores  # rate of fetching; 0.0 if unknown
         self._tickets = Tickets()
@@ -297,11 +300,45 @@ class Stores(HitSource, Extension, StepExtension):
         if self._partial is not None:
             num_before = self._partial.num_blocks_before(sequence)
             names += tuple(chain(*self._partial.to_fetch(sequence, num_before)))
-        wait = PendingLookup(sequence, names, is_handed_over, is_again)
+        wait = PendingLookup(sequence, dict.fromkeys(names), is_handed_over, is_again)
         self.waiting[sequence.request.request_id] = wait
         for store in stores:
-            self._look_up(wait, store)
+            self._look_up(wait, store, names)
         return True
+
+    def _look_up_lost(self, wait: PendingLookup, num_blocks: int) -> bool:
+        """Look up the blocks that were here at the request's look-up and are lost since. Hold the
+        others. num_blocks: leading blocks that are here or found. Return whether there are any."""
+        if wait.is_handed_over:
+            return False
+        sequence = wait.sequence
+        digests, num_tokens = self._memory.names.readable(sequence)
+        max_blocks = min(len(digests), (num_tokens - 1) // self._memory.block_size)
+        lost = self._lost(wait, digests[:max_blocks], num_blocks)
+        stores = [i for i in range(self.num_stores) if self._is_faster(i, lost, num_tokens)]
+        if not lost or not stores:
+            return False
+        wait.is_again = True
+        self._hold(sequence)
+        wait.names |= dict.fromkeys(lost)
+        for store in stores:
+            self._look_up(wait, store, lost)
+        return True
+
+    def _lost(self, wait: PendingLookup, digests: Seq[bytes], start: int) -> tuple[BlockName, ...]:
+        """Return the names from block `start` on that are neither here nor looked up. No block is
+        of use after one that no store has, in a cache group that keeps all blocks."""
+        kv, lost = self._memory.kv, list[BlockName]()
+        for g, group in enumerate(kv.groups):
+            for digest in digests[start if group.keeps_all else 0 :]:
+                name = (g, digest)
+                if kv.is_cached(g, digest) or name in wait.found:
+                    continue
+                if name not in wait.names:
+                    lost.append(name)
+                elif group.keeps_all:
+                    break
+        return tuple(lost)
 
     def _is_handed_over(self, sequence: Sequence, digests: Seq[bytes]) -> bool:
         """Return whether another engine keeps this prompt's blocks now or soon. Its digest must
@@ -312,9 +349,8 @@ class Stores(HitSource, Extension, StepExtension):
         num = transfer.num_blocks
         return num == 0 or (num <= len(digests) and digests[num - 1] == transfer.digest)
 
-    def _look_up(self, wait: PendingLookup, store: int) -> None:
-        """Order a look-up in a store of the names that are not found yet."""
-        names = tuple(name for name in wait.names if name not in wait.found)
+    def _look_up(self, wait: PendingLookup, store: int, names: tuple[BlockName, ...]) -> None:
+        """Order a look-up of these names in a store."""
         ticket, wait_s = self._tickets.next(), WAIT_S if wait.is_handed_over else 0.0
         wait.requested[ticket] = names
         request_id = wait.sequence.request.request_id
@@ -333,6 +369,7 @@ class Stores(HitSource, Extension, StepExtension):
     def forget(self, sequence: Sequence) -> None:
         """Forget a request that has ended. Fetches in flight for it continue."""
         self.waiting.pop(sequence.request.request_id, None)
+        self._deferred.pop(sequence.request.request_id, None)
         self._holds.release(sequence.request.request_id)
 
     def _take_looked_up(self, answer: LookedUp) -> None:
@@ -362,7 +399,8 @@ class Stores(HitSource, Extension, StepExtension):
         if there >= self._num_to_come(wait.sequence):
             wait.requested.clear()
         elif is_growing:
-            self._look_up(wait, store)
+            names = tuple(name for name in wait.names if name not in wait.found)
+            self._look_up(wait, store, names)
 
     def _fetch(self, wait: PendingLookup) -> None:
         """Order fetches of the blocks that make the hit longer."""
@@ -376,7 +414,7 @@ class Stores(HitSource, Extension, StepExtension):
             return (g, digest) in wait.found or kv.is_cached(g, digest)
 
         there = kv.num_computed_blocks(digests, num_tokens, has)
-        if there <= here:
+        if self._look_up_lost(wait, there) or there <= here:
             return
         lacking = [
             (g, digests[i])
@@ -385,6 +423,9 @@ class Stores(HitSource, Extension, StepExtension):
             if i >= kv.first_seen(g, there * kv.block_size) and not kv.is_cached(g, digests[i])
         ]
         lacking += self._partial_to_fetch(wait, there)
+        if not (wait.is_handed_over or self._has_room(lacking)):
+            self._deferred[sequence.request.request_id] = wait
+            return
         # The fetched blocks must not evict those before them.
         names = [(g, d) for d in reversed(digests[:there]) for g in range(len(kv.groups))]
         held = [(g, self._tier.borrow(g, digest)) for g, digest in names]
@@ -397,6 +438,29 @@ class Stores(HitSource, Extension, StepExtension):
         for g, block in held:
             if block is not None:
                 self._tier.release(g, block)
+
+    def _has_room(self, names: list[BlockName]) -> bool:
+        """Return whether to fetch these blocks now. Fetches together take at most a share of host
+        memory, so that evicted blocks find room. A fetch waits for earlier ones, and never if no
+        answer is due."""
+        counts = Counter(name[0] for name in names if name not in self._coming)
+        if counts and self._deferred:
+            return False
+        fetching = Counter(g for items in self._fetching.values() for g, _, _ in items)
+        has_answers_due = bool(fetching) or self._keeping.backlog > 0
+        for g, num in counts.items():
+            if fetching[g] and fetching[g] + num > self._tier.limits[g] // FETCHING_SHARE:
+                return False
+            if has_answers_due and num > self._tier.room(g):
+                return False
+        return True
+
+    def _fetch_deferred(self) -> None:
+        """Order the deferred fetches that have room now, the oldest request first."""
+        deferred, self._deferred = self._deferred, {}
+        for wait in sorted(deferred.values(), key=lambda wait: wait.sequence.arrival):
+            self._fetch(wait)
+            self._end_wait(wait)
 
     def _partial_to_fetch(self, wait: PendingLookup, num_blocks: int) -> list[BlockName]:
         """Return the names to fetch of the longest partial block after these full blocks that is
@@ -447,11 +511,18 @@ class Stores(HitSource, Extension, StepExtension):
                 wait.tickets.remove(answer.ticket)
                 wait.sequence.num_fetched_blocks += num_found
             self._end_wait(wait)
+        self._fetch_deferred()
 
     def _end_wait(self, wait: PendingLookup) -> None:
         """Queue a request once no look-up or fetch is outstanding."""
-        if wait.requested or wait.tickets:
+        is_deferred = wait.sequence.request.request_id in self._deferred
+        if wait.requested or wait.tickets or is_deferred:
             return
+        if not self._look_up_lost(wait, self._num_here(wait.sequence) // self._memory.block_size):
+            self._finish_wait(wait)
+
+    def _finish_wait(self, wait: PendingLookup) -> None:
+        """Queue a request that waits for stores."""
         sequence = wait.sequence
         del self.waiting[sequence.request.request_id]
         if wait.is_again:
@@ -467,10 +538,10 @@ class Stores(HitSource, Extension, StepExtension):
         fetches in flight are dropped. From now on, stores only extend the memory of this engine."""
         self.is_private = True
         self._holds.release_all()
-        self._coming = {}
+        self._coming, self._deferred = {}, {}
         for wait in list(self.waiting.values()):
             wait.requested, wait.tickets = {}, set()
-            self._end_wait(wait)
+            self._finish_wait(wait)
         for sequence in self._lifecycle.sequences.values():
             sequence.found_elsewhere.pop(StoreHit.EXPECTED, None)
 
@@ -507,6 +578,7 @@ class Stores(HitSource, Extension, StepExtension):
             pairs = zip(items, answer.ok, strict=False)
             kept = [(g, digest) for (g, digest, _), ok in pairs if ok]
             self.offers.take_kept(kept, answer.is_lasting)
+        self._fetch_deferred()
 
     # ---- rates -------------------------------------------------------------------------------
 

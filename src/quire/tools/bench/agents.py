@@ -112,6 +112,7 @@ class TurnResult:
             "prompt_tokens": result.prompt_len,
             "reusable_tokens": self.num_reusable,
             "cached_tokens": result.cached_len,
+            "cached_tokens_by_tier": result.cached_by_tier,
             "miss": result.miss,
             "output_tokens": result.output_len,
             "ttft_s": result.ttft_s,
@@ -266,17 +267,17 @@ def summary(run: Run, alone: Run) -> dict[str, Any]:
     prompts = sum(each.result.prompt_len for each in done)
     outputs = sum(each.result.output_len for each in done)
     reusable, reused = (sum(getattr(each, name) for each in done) for name in REUSE)
-    lost: Counter[str] = Counter()
+    lost, tiers = Counter[str](), Counter[str]()
+    by_turn: dict[int, list[float]] = {}
     for each in done:
+        by_turn.setdefault(each.turn, []).append(each.result.ttft_s * 1e3)
+        tiers.update(each.result.cached_by_tier)
         reason = UNNAMED if each.result.miss in INSIDE_A_BLOCK else each.result.miss
         lost[reason] += each.num_reusable - each.num_reused
     failed = {each.job for each in [*run.turns, *alone.turns] if not each.result.is_ok}
     both = [i for i in alone.job_s if i in run.job_s and i not in failed]
     slower = [run.turns_s(i) / alone.turns_s(i) for i in both if alone.turns_s(i) > 0]
     ttfts = [each.result.ttft_s * 1e3 for each in done]
-    by_turn: dict[int, list[float]] = {}
-    for each in done:
-        by_turn.setdefault(each.turn, []).append(each.result.ttft_s * 1e3)
     return {
         "completed": len(done),
         "failed": len(run.turns) - len(done),
@@ -288,6 +289,7 @@ def summary(run: Run, alone: Run) -> dict[str, Any]:
         "reusable_tokens": reusable,
         "reused_tokens": reused,
         "reuse": reused / reusable if reusable else 1.0,
+        "cached_tokens_by_tier": dict(tiers),
         "recomputed_tokens_by_reason": {reason: num for reason, num in lost.items() if num},
         "ttft_ms": _percentiles(ttfts),
         "median_ttft_ms_by_turn": [float(np.median(by_turn[i])) for i in sorted(by_turn)],
@@ -317,8 +319,7 @@ def as_text(found: dict[str, Any], num_sessions: int, num_subagents: int) -> str
         kinds = ("mean", "p50", "p99", "max") if found[key] else ()
         return [line(f"{name}, {kind}:", format(found[key][kind], form)) for kind in kinds]
 
-    lost = found["recomputed_tokens_by_reason"]
-    peaks = found["peaks"]
+    tiers, lost = found["cached_tokens_by_tier"], found["recomputed_tokens_by_reason"]
     return "\n".join(
         [
             f"{' Agents: the server ':=^60}",
@@ -328,9 +329,10 @@ def as_text(found: dict[str, Any], num_sessions: int, num_subagents: int) -> str
             line("Input tokens per output token:", f"{found['input_per_output_token']:.1f}"),
             line("Share of the input seen before (%):", f"{100 * found['seen_share']:.2f}"),
             line("Reused of it (%):", f"{100 * found['reuse']:.2f}"),
+            *[line(f"Cached, {tier}:", num) for tier, num in tiers.items()],
             *[line(f"Recomputed, {reason}:", num) for reason, num in lost.items()],
             *times("Time to first token (ms)", "ttft_ms", ".2f"),
-            *[line(f"Peak of {name}:", f"{value:g}") for name, value in peaks.items()],
+            *[line(f"Peak of {name}:", f"{value:g}") for name, value in found["peaks"].items()],
             f"{' Agents: the jobs ':=^60}",
             *times("Time of a job (s)", "job_s", ".2f"),
             *times("Time of its turns (s)", "turns_s", ".2f"),
@@ -346,10 +348,8 @@ def as_text(found: dict[str, Any], num_sessions: int, num_subagents: int) -> str
 def make_sessions(options: argparse.Namespace) -> list[Session]:
     """Return the sessions that the options describe. Raises ConfigError."""
     if options.trace is not None:
-        num_output = options.output_len
-        found: list[Session] = read_sessions(
-            options.trace, options.trace_piece, num_output, options.num_sessions
-        )
+        given = options.trace, options.trace_piece, options.output_len, options.num_sessions
+        found: list[Session] = read_sessions(*given)
         if not found:
             raise ConfigError(f"the trace {options.trace} holds no session.")
         return found

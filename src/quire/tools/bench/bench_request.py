@@ -119,6 +119,7 @@ class _Reading:
         result.prompt_len = int(self._usage.get("prompt_tokens", result.prompt_len))
         details = self._usage.get("prompt_tokens_details") or {}
         result.cached_len = int(details.get("cached_tokens") or 0)
+        result.cached_by_tier = details.get("cached_tokens_by_tier") or {}
         result.miss = str((details.get("cache_miss") or {}).get("reason", ""))
         result.text = "".join(self._texts)
         return result

@@ -27,8 +27,9 @@ HEADERS = {
 class RequestResult:
     """The outcome of one request. Times are in seconds; `start_s` is on the benchmark's clock.
 
-    prompt_ids, token_ids: as the server reports them, if the body requests that. miss: the server's
-    reason for the part of the prompt that was not cached, if it reports one.
+    prompt_ids, token_ids: as the server reports them, if the body requests that. cached_by_tier,
+    miss: where the cached tokens were, and the reason why the rest was not cached, if the server
+    reports them.
     """
 
     start_s: float
@@ -40,6 +41,7 @@ class RequestResult:
     text: str = ""
     error: str = ""
     cached_len: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
     miss: str = ""
     prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
