@@ -89,7 +89,8 @@ BUDGETS = {
     "scheduler/core": 3830,
     "scheduler/media": 390,
     "scheduler/policy": 350,
-MAX_TRUNK_FILES, MAX_TRUNK_LINES = 908, 132_760
+    "scheduler/reuse": 2760,
+    "serve": 2965,
     "serve/anthropic": 950,
     "serve/batches": 2320,
     "serve/bodies": 1810,
