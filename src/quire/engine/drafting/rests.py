@@ -105,7 +105,7 @@ class Rests:
 
     @property
     def _earned_share(self) -> float:
-        """What a step adds to the balance."""
+        """Return the share of a step that each step adds to the balance."""
         return EARNED_SHARE / min(MAX_GROWTH, 1 << min(10, self.num_misses // GROWTH_LOOKS))
 
     def _rest(self, step: int) -> None:
