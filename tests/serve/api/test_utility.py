@@ -281,15 +281,17 @@ def test_the_document_says_what_is_answered(api: TestClient) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": "a"}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
     ],
 )
 def test_answers_have_what_the_document_requires(
     api: TestClient, path: str, body: dict[str, Any]
 ) -> None:
     described = api.get("/openapi.json").json()["paths"][path]["post"]["responses"]["200"]
-    answer = api.post(path, json={"model": "demo", "max_tokens": 1, **body})
+    answer = api.post(path, json={"model": MODEL, **body})
+    assert answer.status_code == 200
     jsonschema.validate(answer.json(), described["content"]["application/json"]["schema"])
 
 

@@ -413,8 +413,9 @@ ANSWERS: dict[tuple[str, str], Json] = OF_OTHER_ENGINES | {
     | _json(_object(
         request_id="string", created="integer", model="string", usage=_USAGE,
         choices=[_object(
+            {"routed_experts": "string"},
             index="integer", token_ids=["integer"], finish_reason="string",
-            logprobs="object or null", routed_experts="string",
+            logprobs="object or null",
         )],
     )),
     ("get", "/get_world_size"): _json(_object(world_size="integer")),
