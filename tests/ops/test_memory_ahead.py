@@ -1,7 +1,6 @@
 """Memory of blocks is handed out before it is used, and stays as it is."""
 
 import resource
-import subprocess
 import sys
 import threading
 
@@ -12,6 +11,7 @@ import torch
 from quire.ops.blocks import host_blocks as memory_ahead
 from quire.ops.blocks.host_blocks import HostBlocks, PageAllocator
 from quire.ops.host import host_memory, pages
+from tests.support.processes.forks import run_forked
 
 PAGE = 4096
 Span = tuple[int, int]
@@ -72,10 +72,8 @@ print("ends")
 
 
 def test_a_process_ends_while_memory_is_handed_out() -> None:
-    """Which would take minutes here."""
-    found = subprocess.run(
-        [sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=60
-    )
+    """Which would take minutes here. A fork waits for its threads, as an interpreter does."""
+    found = run_forked([sys.executable, "-c", ENDLESS])
     assert (found.returncode, found.stdout, found.stderr) == (0, "ends\n", "")
 
 

@@ -21,7 +21,10 @@ GENERATING = ("completions", "chat/completions", "responses", "messages", "prefi
 NUM_PARTS = 8  # test cases, each with every eighth operation
 # Its answer goes on while the server does; after a pause, other requests wait.
 LEFT_OUT = ("GET /v1/engine/live", "POST /pause")
-WITH_BODY, WITHOUT = 800, 60  # examples of an operation, of what is allowed and of what is not
+WITH_BODY, WITHOUT = 120, 60  # examples of an operation, of what is allowed and of what is not
+CONVERSATIONS = 70  # examples of a body with messages, each of which takes up to 0.6 s to generate
+AS_GENERATED = 0.25  # share of the allowed conversations with all messages; others have one text
+SCHEMA_S = 60.0  # for the document, which the server writes when it is first requested
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_the_server_keeps_to_its_document(server: Server, part: int) -> None:
     import schemathesis
 
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=SCHEMA_S)
     statuses: Counter[int] = Counter()
     generated: Counter[str] = Counter()
     for number, found in enumerate(schema.get_all_operations()):
@@ -74,7 +77,7 @@ def try_all(operation: Any, is_allowed: bool, statuses: Counter[int]) -> None:
 
     @seed(1)
     @settings(
-        max_examples=WITH_BODY if len(operation.body) else WITHOUT,
+        max_examples=num_examples(operation),
         deadline=None,
         database=None,
         phases=[Phase.generate],
@@ -92,21 +95,46 @@ def try_all(operation: Any, is_allowed: bool, statuses: Counter[int]) -> None:
     try_one()
 
 
+def num_examples(operation: Any) -> int:
+    if not len(operation.body):
+        return WITHOUT
+    has_messages = any("'messages': {" in str(each.raw_schema) for each in operation.body)
+    return CONVERSATIONS if has_messages else WITH_BODY
+
+
 def thinned(body: dict[str, Any], kept: Sequence[str], most: int, random: Random) -> dict[str, Any]:
     """What is kept and a few of the other fields: one that is refused hides all others.
 
-    The demo model accepts no images, so of parts of messages the texts stay, if there are any.
+    The demo model accepts no images, so of parts of messages the texts stay, if there are any. Of
+    most conversations one message with a text stays, so that the model generates tokens.
     """
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else []:
         if isinstance(message, dict) and isinstance(message.get("content"), list):
             texts = [part for part in message["content"] if is_text(part)]
             message["content"] = texts or message["content"]
+    if isinstance(messages, list) and messages and random.random() >= AS_GENERATED:
+        [message, *_] = [each for each in messages if has_text(each)] or messages
+        body["messages"] = [plain(message)]
     if body.get("prompt") is not None:
         body.pop("messages", None)
     names = [name for name in body if name not in kept]
     some = {*kept, *random.sample(names, min(most, len(names)))}
     return {name: value for name, value in body.items() if name in some}
+
+
+def has_text(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    is_list = isinstance(content, list)
+    return bool(content) and (all(map(is_text, content)) if is_list else isinstance(content, str))
+
+
+def plain(message: Any) -> Any:
+    """Return a message with nothing but its role and a text; a list of messages stays."""
+    if not isinstance(message, dict):
+        return message
+    content = message["content"] if has_text(message) else "Hi"
+    return {"role": message.get("role", "user"), "content": content}
 
 
 def is_text(part: Any) -> bool:

@@ -5,6 +5,7 @@ import threading
 import warnings
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 from starlette.testclient import TestClient
@@ -279,6 +280,23 @@ def test_the_document_says_what_is_answered(api: TestClient) -> None:
                 described = operation["responses"]["200"]["content"]
                 assert all(content["schema"] for content in described.values()), (method, path)
     assert "securitySchemes" not in document["components"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
+    ],
+)
+def test_answers_have_what_the_document_requires(
+    api: TestClient, path: str, body: dict[str, Any]
+) -> None:
+    described = api.get("/openapi.json").json()["paths"][path]["post"]["responses"]["200"]
+    answer = api.post(path, json={"model": MODEL, **body})
+    assert answer.status_code == 200
+    jsonschema.validate(answer.json(), described["content"]["application/json"]["schema"])
 
 
 def test_the_document_says_who_needs_a_key(make_context: MakeContext) -> None:

@@ -157,9 +157,10 @@ def _add_errors(responses: Json, errors: Mapping[str, str], schema: Json) -> Non
 # ---- responses -------------------------------------------------------------------------------
 
 
-def _object(**fields: Any) -> Json:
-    """Return the schema of an object with these required fields; it may have others."""
-    properties = {name: _schema(kind) for name, kind in fields.items()}
+def _object(optional: Json | None = None, /, **fields: Any) -> Json:
+    """Return the schema of an object with these required fields. It may have others, of which
+    `optional` describes some."""
+    properties = {name: _schema(kind) for name, kind in (fields | (optional or {})).items()}
     return {"type": "object", "properties": properties, "required": list(fields)}
 
 
@@ -186,9 +187,9 @@ _USAGE = _object(
 )  # fmt: skip
 _MESSAGE = _object(role="assistant", content="string or null", refusal="string or null")
 _CHOICE = _object(
+    {"weights_versions": [_object(first_token="integer", version="string")]},
     index="integer", logprobs="object or null", finish_reason="string",
     stop_reason="string or integer or null",
-    weights_versions=[_object(first_token="integer", version="string")],
 )  # fmt: skip
 _TEXT_CHOICE = {"allOf": [_CHOICE, _object(text="string")]}
 _CHAT_CHOICE = {"allOf": [_CHOICE, _object(message=_MESSAGE)]}
@@ -412,8 +413,9 @@ ANSWERS: dict[tuple[str, str], Json] = OF_OTHER_ENGINES | {
     | _json(_object(
         request_id="string", created="integer", model="string", usage=_USAGE,
         choices=[_object(
+            {"routed_experts": "string"},
             index="integer", token_ids=["integer"], finish_reason="string",
-            logprobs="object or null", routed_experts="string",
+            logprobs="object or null",
         )],
     )),
     ("get", "/get_world_size"): _json(_object(world_size="integer")),
