@@ -75,7 +75,7 @@ from quire.scheduler.reuse import (
 )
 from quire.spec import cache_group
 
-STATE_VERSION = 20  # of the state's format
+STATE_VERSION = 21  # of the state's format
 OMITTED = types.MappingProxyType(  # the continuing run supplies these
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 # Texts up to this size are processed on the event loop, in a few milliseconds at most.
 MAX_CHARS_ON_LOOP = 4096
+MAX_KNOWN_ON_LOOP = 1 << 17  # characters of a text of which only MAX_CHARS_ON_LOOP are new
 MAX_VALUES_ON_LOOP = 2048  # of a conversation whose characters are counted on the event loop
 # A text with up to this many characters per possible token is tokenized first. If it fits, which is
 # usual, the lower bound of its tokens is not needed.
@@ -110,7 +111,7 @@ class AsyncRenderer:
         num_chars = size_of(prompt, MAX_CHARS_ON_LOOP)
         if num_chars > MAX_CHARS_ON_LOOP:  # an exact count is slow for unusual prompts only
             num_chars = len(prompt) if isinstance(prompt, str | list) else size_of(prompt)
-        if isinstance(prompt, str) and not media and num_chars <= MAX_CHARS_SHORT:
+        if isinstance(prompt, str) and not media and num_chars <= MAX_KNOWN_ON_LOOP:
             num_chars = self._num_chars_to_tokenize(prompt)
 
         def rendered() -> RenderedPrompt:

@@ -30,14 +30,14 @@ WAITING_SHARE = 4  # waiting requests hold at most 1/WAITING_SHARE of a cache gr
 
 
 class Tickets:
-    """Source of unique tickets for orders."""
+    """Source of unique tickets for orders. last: the latest ticket."""
 
     def __init__(self) -> None:
-        self._last = 0
+        self.last = 0
 
     def next(self) -> int:
-        self._last += 1
-        return self._last
+        self.last += 1
+        return self.last
 
 
 @dataclass(slots=True)

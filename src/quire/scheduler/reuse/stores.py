@@ -4,9 +4,9 @@ A new request is looked up in every store if its prompt is not all on the device
 It is parked meanwhile, outside the queue. Found blocks are fetched into host blocks if that is
 faster than computing them. Then they belong to the host tier, and the request enters the queue.
 
-    add -> LookUp -> LookedUp -> Fetch -> Fetched -> queue -> hit in host memory -> load
-                        |                    |
-                        +- no blocks found --+-----> queue
+    add -> LookUp -> LookedUp -> wait for room -> Fetch -> Fetched -> queue -> hit in host memory
+                        |                                      |                      -> load
+                        +----------- no blocks found ----------+-----> queue
 
 Every store keeps the blocks that enter the host tier, once the step that copies them has ended.
 These are evicted blocks, and blocks that `offers.py` copies as soon as they are computed. If
@@ -73,7 +73,7 @@ class PendingLookup:
     """Request in a look-up or fetch. names: its blocks that were not cached here. is_handed_over:
     another engine may be sending them to the stores. is_again: it had lost blocks while it was
     queued. requested: names of unanswered look-ups, by ticket. found: a store that has the block.
-    tickets: unanswered fetches."""
+    tickets: unanswered fetches. waits_for: last ticket of the fetches that its own waits for."""
 
     sequence: Sequence
     names: dict[BlockName, None]
@@ -82,6 +82,7 @@ class PendingLookup:
     requested: dict[int, tuple[BlockName, ...]] = field(default_factory=dict)
     found: dict[BlockName, int] = field(default_factory=dict)
     tickets: set[int] = field(default_factory=set)
+    waits_for: int | None = None
 
 
 class Stores(HitSource, Extension, StepExtension):
@@ -289,11 +290,8 @@ class Stores(HitSource, Extension, StepExtension):
         )
         transfer = sequence.request.kv_transfer
         requested = () if transfer is None or not is_handed_over else transfer.stores
-        stores = [
-            store
-            for store in requested or range(self.num_stores)
-            if is_handed_over or self._is_faster(store, names, num_tokens)
-        ]
+        some = requested or range(self.num_stores)
+        stores = [i for i in some if is_handed_over or self._is_faster(i, names, num_tokens)]
         if not stores:
             return False
         self.num_here += max_blocks * len(kv.groups) - len(names)
@@ -330,7 +328,8 @@ class Stores(HitSource, Extension, StepExtension):
         of use after one that no store has, in a cache group that keeps all blocks."""
         kv, lost = self._memory.kv, list[BlockName]()
         for g, group in enumerate(kv.groups):
-            for digest in digests[start if group.keeps_all else 0 :]:
+            seen = kv.first_seen(g, start * kv.block_size)
+            for digest in digests[start if group.keeps_all else seen :]:
                 name = (g, digest)
                 if kv.is_cached(g, digest) or name in wait.found:
                     continue
@@ -423,9 +422,10 @@ class Stores(HitSource, Extension, StepExtension):
             if i >= kv.first_seen(g, there * kv.block_size) and not kv.is_cached(g, digests[i])
         ]
         lacking += self._partial_to_fetch(wait, there)
-        if not (wait.is_handed_over or self._has_room(lacking)):
+        if not (wait.is_handed_over or self._has_room(wait, lacking)):
             self._deferred[sequence.request.request_id] = wait
             return
+        wait.waits_for = None
         # The fetched blocks must not evict those before them.
         names = [(g, d) for d in reversed(digests[:there]) for g in range(len(kv.groups))]
         held = [(g, self._tier.borrow(g, digest)) for g, digest in names]
@@ -439,28 +439,32 @@ class Stores(HitSource, Extension, StepExtension):
             if block is not None:
                 self._tier.release(g, block)
 
-    def _has_room(self, names: list[BlockName]) -> bool:
+    def _has_room(self, wait: PendingLookup, names: list[BlockName]) -> bool:
         """Return whether to fetch these blocks now. Fetches together take at most a share of host
-        memory, so that evicted blocks find room. A fetch waits for earlier ones, and never if no
-        answer is due."""
+        memory, so that evicted blocks find room. A fetch waits only for earlier ones."""
         counts = Counter(name[0] for name in names if name not in self._coming)
         if counts and self._deferred:
             return False
-        fetching = Counter(g for items in self._fetching.values() for g, _, _ in items)
-        has_answers_due = bool(fetching) or self._keeping.backlog > 0
+        if wait.waits_for is None:
+            wait.waits_for = self._tickets.last
+        earlier = [items for t, items in self._fetching.items() if t <= wait.waits_for]
+        fetching = Counter(g for items in earlier for g, _, _ in items)
         for g, num in counts.items():
-            if fetching[g] and fetching[g] + num > self._tier.limits[g] // FETCHING_SHARE:
-                return False
-            if has_answers_due and num > self._tier.room(g):
+            too_many = fetching[g] + num > self._tier.limits[g] // FETCHING_SHARE
+            if (fetching[g] and too_many) or (fetching and num > self._tier.room(g)):
                 return False
         return True
 
     def _fetch_deferred(self) -> None:
         """Order the deferred fetches that have room now, the oldest request first."""
         deferred, self._deferred = self._deferred, {}
-        for wait in sorted(deferred.values(), key=lambda wait: wait.sequence.arrival):
+        rest = iter(sorted(deferred.items(), key=lambda item: item[1].sequence.arrival))
+        for _, wait in rest:
             self._fetch(wait)
             self._end_wait(wait)
+            if self._deferred:
+                break
+        self._deferred |= rest
 
     def _partial_to_fetch(self, wait: PendingLookup, num_blocks: int) -> list[BlockName]:
         """Return the names to fetch of the longest partial block after these full blocks that is
@@ -578,13 +582,10 @@ class Stores(HitSource, Extension, StepExtension):
             pairs = zip(items, answer.ok, strict=False)
             kept = [(g, digest) for (g, digest, _), ok in pairs if ok]
             self.offers.take_kept(kept, answer.is_lasting)
-        self._fetch_deferred()
 
     # ---- rates -------------------------------------------------------------------------------
 
-    def _is_faster(
-        self, store: int, names: "list[BlockName] | tuple[BlockName, ...]", num_tokens: int
-    ) -> bool:
+    def _is_faster(self, store: int, names: Seq[BlockName], num_tokens: int) -> bool:
         """Return whether fetching these blocks is faster than computing num_tokens tokens; True if
         a rate is unknown."""
         sizes, per_s = self._memory.kv.block_bytes, self._bytes_per_s[store]
