@@ -67,7 +67,7 @@ class Rig:
 
     step_s: seconds of a step, by its draft tokens. look_s: seconds of a look-up for a row.
     forced: number of tokens that each grammar forces at a step. finds: whether other rows find
-    drafts. drafted: lengths of the drafts of each step, by row.
+    drafts. drafted: lengths of the drafts of each step, by row. looked: rows of each look-up.
     """
 
     clock: Clock
@@ -79,6 +79,7 @@ class Rig:
     forced: Callable[[int], int] = lambda step: 0
     finds: bool = True
     drafted: list[dict[int, int]] = field(default_factory=list)
+    looked: list[list[int]] = field(default_factory=list)
     looking_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -111,6 +112,7 @@ class Rig:
                 drafter.skip_plans(1)
             else:
                 rows = drafter.draftable(self.table, np.arange(self.num_rows))
+                self.looked.append(rows.tolist())
                 found = [self.sequences[row] for row in rows]
                 drafts = drafter.propose(found, self.num_rows)
             row_of = {each.request.request_id: each.row for each in self.sequences}
@@ -250,6 +252,18 @@ def test_a_sample_stands_for_all_rows(clock: Clock, num_rows: int, few: float) -
     assert all(len(nums) == num_rows for nums in rig.drafted[-20:])
 
 
+@pytest.mark.parametrize("num_rows", [2, 4, 9])
+def test_samples_take_turns(clock: Clock, num_rows: int) -> None:
+    """However many steps lie between them."""
+    rig = Rig(clock, num_rows, finds=False)
+    for _ in range(6):
+        rig.drafter._plain_rests.refuse(0)
+    rig.run(6 * MAX_REFUSED_STEPS)
+    samples = [rows for rows in rig.looked if rows]
+    assert all(len(rows) < num_rows for rows in samples)
+    assert {row for rows in samples[:5] for row in rows} == set(range(num_rows))
+
+
 # ---- the time of look-ups ------------------------------------------------------------------------
 
 
@@ -333,6 +347,21 @@ def test_drafts_that_lose_time_end() -> None:
     rests.end(rests.until, is_sample=True)
     rests.gain(rests.until, 1.0)
     assert rests.balance > 0
+
+
+@pytest.mark.parametrize(("few", "num_rows"), [(1.3, 256), (1.5, 128)])
+def test_what_a_sample_alone_loses_is_not_booked(clock: Clock, few: float, num_rows: int) -> None:
+    """The balance is negative when drafts begin to pay off."""
+
+    def step_s(num_drafts: int) -> float:
+        return STEP_S * (few + 0.3 * num_drafts / (4 * num_rows) if num_drafts else 1.0)
+
+    look_s = 0.3 * STEP_S / num_rows
+    rig = Rig(clock, num_rows, step_s=step_s, look_s=look_s, finds=False).run(300)
+    assert rig.drafter._plain_rests.balance < 0.1
+    rig.finds = True
+    rig.run(1500)
+    assert sum(len(nums) == num_rows for nums in rig.drafted) > 1500 - 1.1 * MAX_DEBT_STEPS
 
 
 def test_rests_in_debt_are_bounded_and_grow() -> None:

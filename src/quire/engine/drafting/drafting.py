@@ -235,6 +235,7 @@ class Drafting:
         self._kinds = self._plain_rests, self._guided_rests  # by whether rows have a grammar
         self._looks = 0, 0  # rows of each kind that the last look-up was for
         self._num_each = [1, 1]  # rows that each of them then stood for
+        self._num_samples = [0, 0]  # steps with such look-ups, so that each takes other rows
         self._has_drafted = [False, False]  # which kinds have draft tokens from the last call
         self._rests_until = np.zeros(num_rows, np.int64)  # [R] step before which a row rests
         self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
@@ -295,8 +296,7 @@ class Drafting:
         if not rests.is_sampled or num_each < 2 or self.drafts_on_device and not is_guided:
             return rows
         self._num_each[is_guided] = num_each
-        first = self._num_steps % (len(rows) - num_sampled + 1)  # others each time
-        return rows[first : first + num_sampled]
+        return np.roll(rows, -num_sampled * self._num_samples[is_guided])[:num_sampled]
 
     def follow(self) -> None:
         self._is_alone = False
@@ -504,6 +504,8 @@ class Drafting:
 
     def planned(self, plan: Plan) -> None:
         self._num_steps += 1
+        for is_guided, num_each in enumerate(self._num_each):
+            self._num_samples[is_guided] += num_each > 1
         for row, verified in planned_drafts(plan).items():
             if (draft_state := self._in_row.get(row)) is not None:
                 draft_state.verified = verified
@@ -531,15 +533,17 @@ class Drafting:
 
     def _observe_gain(self, num_tokens: int, num_rows: int, result: StepResult) -> None:
         """Add what a step with draft tokens gained to the balance of each kind of rows that had
-        some. num_tokens: of the step. The times are the expected ones, since single steps vary."""
+        some. What a sample alone gained shows nothing. num_tokens: of the step. The times are the
+        expected ones, since single steps vary."""
         plain_s, verified_s = self._times.seconds(num_rows), self._verified.seconds(num_tokens)
         if not plain_s or verified_s is None:
             return
         num_right = int(result.num_accepted.sum()) - len(result.num_accepted)
         gain = num_right / num_rows - (verified_s / plain_s - 1)
-        for rests, num, has in zip(self._kinds, self._looks, self._has_drafted, strict=True):
-            if has:
-                rests.gain(self._num_steps, gain, rests.look_s(num) / plain_s)
+        for is_guided, rests in enumerate(self._kinds):
+            if self._has_drafted[is_guided] and self._num_each[is_guided] == 1:
+                look_s = rests.look_s(self._looks[is_guided])
+                rests.gain(self._num_steps, gain, look_s / plain_s)
 
     def _draft_state(self, sequence: Sequence) -> DraftState:
         found = self._of.get(sequence)
