@@ -14,6 +14,7 @@ from quire.base.settings.speculation import FORCED, SUFFIX, Speculation
 from quire.engine.drafting import drafting
 from quire.engine.drafting.drafting import ABSENT_STEPS, Drafting
 from quire.engine.drafting.rests import (
+    GROWTH_LOOKS,
     MAX_DEBT_STEPS,
     MAX_REFUSED_STEPS,
     MAX_REST_STEPS,
@@ -372,9 +373,21 @@ def test_rests_in_debt_are_bounded_and_grow() -> None:
         rests.miss(step, is_sample=False)
         lengths.append(rests.until - step)
     assert max(lengths[:7]) < 40 and 120 < lengths[-1] < 140
-    rests.spend(rests.until, 1000.0)
+    for num_misses in (40, GROWTH_LOOKS - 1):  # the next miss makes rests twice as long
+        rests.num_misses = num_misses
+        rests.spend(rests.until, 1000.0)
+        rests.miss(rests.until, is_sample=False)
+        assert rests.until == rests.balanced_at + MAX_DEBT_STEPS
+
+
+def test_a_debt_shrinks_without_look_ups_that_take_time() -> None:
+    """A device's look-ups only report misses."""
+    rests = Rests(1)
+    rests.spend(0, 1.0)
+    rests.miss(0, is_sample=False)
+    assert rests.until > 100
     rests.miss(rests.until, is_sample=False)
-    assert rests.until == rests.balanced_at + MAX_DEBT_STEPS
+    assert rests.until - rests.balanced_at == 1
 
 
 # ---- numbers -------------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ class Rests:
     def _rest_in_debt(self, step: int) -> None:
         """Make the rest long enough for a negative balance, as far as allowed. After a long one,
         only a sample is looked at."""
+        self.spend(step, 0.0)  # settles what was earned, and the bound for the number of misses
         num = int(-self.balance / self._earned_share)
         self.until = max(self.until, step + num)
         self.is_sampled |= num > MAX_REST_STEPS
