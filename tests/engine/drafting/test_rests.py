@@ -196,6 +196,35 @@ def test_a_refusal_of_others_does_not_either(clock: Clock) -> None:
     assert rig.drafted[60:] == [{0: 32}] * 60
 
 
+def test_a_sample_of_others_that_finds_nothing_does_not_either(clock: Clock) -> None:
+    """A look-up for all of the others would take three steps, and the grammar gains a quarter."""
+    rig = Rig(
+        clock, 128, 1, look_s=3 * STEP_S / 128, forced=lambda step: 32, finds=False
+    )  # fmt: skip
+    for _ in range(600):
+        rig.run(1)
+        assert not rig.drafter._guided_rests.num_refused
+    assert any(1 < len(rows) < 128 for rows in rig.looked)
+
+
+@pytest.mark.parametrize("num_right", [0, 1])
+def test_a_loss_is_that_of_rows_without_a_grammar(clock: Clock, num_right: int) -> None:
+    """Unless they had no draft tokens. A gain smaller than the time of a look-up is a loss too."""
+    rig = Rig(clock, 8, 4, step_s=lambda num: STEP_S * (1.1 if num else 1.0))
+    rig.know((0, 8))
+    drafter, result = rig.drafter, SimpleNamespace(num_accepted=np.array([1] * 7 + [1 + num_right]))
+    drafter._looks = 4, 4
+    for rests in drafter._kinds:
+        rests.row_times.append(0.1 * STEP_S)
+    balances = []
+    for has_plain in (True, False):
+        drafter._has_drafted = [has_plain, True]
+        drafter._observe_gain(16, 8, result)  # type: ignore[arg-type]
+        balances.append([rests.balance for rests in drafter._kinds])
+    (plain, guided), (plain_after, guided_after) = balances
+    assert plain == plain_after < guided and guided_after < guided
+
+
 # ---- waking up -----------------------------------------------------------------------------------
 
 

@@ -403,9 +403,10 @@ class Drafting:
     def _lengths(self, found: list[Proposal], num_running: int) -> list[int]:
         """Return how many tokens of each proposal should pay off. A sample is judged as if the
         other rows had the same proposals, after a look-up for all of them."""
-        others_s = 0.0
-        for rests, num, num_each in zip(self._kinds, self._looks, self._num_each, strict=True):
-            others_s += rests.look_s(num * (num_each - 1))
+        others_s = sum(
+            self._kinds[kind].look_s(self._looks[kind] * (self._num_each[kind] - 1))
+            for kind in {each.is_guided for each in found}
+        )
         judged = [*found]
         for each in found:
             judged += [each] * (self._num_each[each.is_guided] - 1)
@@ -533,17 +534,20 @@ class Drafting:
 
     def _observe_gain(self, num_tokens: int, num_rows: int, result: StepResult) -> None:
         """Add what a step with draft tokens gained to the balance of each kind of rows that had
-        some. What a sample alone gained shows nothing. num_tokens: of the step. The times are the
-        expected ones, since single steps vary."""
+        some. Gains and losses of a sample alone are not representative. If both kinds had draft
+        tokens, a loss is only booked for rows without a grammar, since forced tokens are always
+        right. num_tokens: of the step. The times are the expected ones, since single steps vary."""
         plain_s, verified_s = self._times.seconds(num_rows), self._verified.seconds(num_tokens)
         if not plain_s or verified_s is None:
             return
         num_right = int(result.num_accepted.sum()) - len(result.num_accepted)
         gain = num_right / num_rows - (verified_s / plain_s - 1)
         for is_guided, rests in enumerate(self._kinds):
-            if self._has_drafted[is_guided] and self._num_each[is_guided] == 1:
-                look_s = rests.look_s(self._looks[is_guided])
-                rests.gain(self._num_steps, gain, look_s / plain_s)
+            if not self._has_drafted[is_guided] or self._num_each[is_guided] > 1:
+                continue
+            num_spent = rests.look_s(self._looks[is_guided]) / plain_s
+            if gain >= num_spent or not (is_guided and self._has_drafted[False]):
+                rests.gain(self._num_steps, gain, num_spent)
 
     def _draft_state(self, sequence: Sequence) -> DraftState:
         found = self._of.get(sequence)
