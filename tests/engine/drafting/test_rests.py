@@ -66,7 +66,8 @@ class FakeSequence:
 class Rig:
     """Engine without a model. All draft tokens are right.
 
-    step_s: seconds of a step, by its draft tokens. look_s: seconds of a look-up for a row.
+    step_s: seconds of a step, by its draft tokens. look_s: seconds of a look-up for a row. token_s:
+    seconds to add a token to the drafter of a row.
     forced: number of tokens that each grammar forces at a step. finds: whether other rows find
     drafts. drafted: lengths of the drafts of each step, by row. looked: rows of each look-up.
     """
@@ -77,6 +78,7 @@ class Rig:
     method: str = SUFFIX
     step_s: Callable[[int], float] = lambda num: STEP_S
     look_s: float = 0.0
+    token_s: float = 0.0
     forced: Callable[[int], int] = lambda step: 0
     finds: bool = True
     drafted: list[dict[int, int]] = field(default_factory=list)
@@ -164,6 +166,7 @@ class FakeHistory:
 
     def extend(self, token_ids: list[int]) -> None:
         self.num_taken += len(token_ids)
+        self._rig.clock.now_s += self._rig.token_s * len(token_ids)
 
     def propose(self, num: int) -> list[int]:
         self._rig.look()
@@ -392,6 +395,44 @@ def test_what_a_sample_alone_loses_is_not_booked(clock: Clock, few: float, num_r
     rig.finds = True
     rig.run(1500)
     assert sum(len(nums) == num_rows for nums in rig.drafted) > 1500 - 1.1 * MAX_DEBT_STEPS
+
+
+@pytest.mark.parametrize(("num_rows", "step_s"), [(64, 0.010), (64, 0.020), (16, 0.005)])
+def test_the_tokens_of_a_rest_count_for_no_look_up(
+    clock: Clock, num_rows: int, step_s: float
+) -> None:
+    """Those of 256 steps take as long as 15 look-ups."""
+    rig = Rig(
+        clock, num_rows, step_s=lambda num: step_s * (1.1 if num else 1.0),
+        look_s=70e-6, token_s=4e-6, finds=False,
+    ).run(1500)  # fmt: skip
+    assert rig.drafter.num_idle > 0 and rig.drafter._plain_rests.look_s(1) < 75e-6
+    rig.finds = True
+    rig.run(1500)
+    assert sum(map(bool, rig.drafted)) > 1500 - 1.1 * MAX_DEBT_STEPS
+
+
+def test_the_tokens_of_a_rest_are_spent(clock: Clock) -> None:
+    rig = Rig(clock, 64, token_s=STEP_S / 640, finds=False).run(100)
+    assert rig.drafter._plain_rests.look_s(64) < 1e-9 and rig.drafter._plain_rests.balance < 0
+
+
+@pytest.mark.parametrize("few", [1.3, 1.6])
+def test_a_sample_decides_for_all_rows_whether_plans_wait(clock: Clock, few: float) -> None:
+    """Plans overlap without drafts. Eight rows alone gain less than the step takes longer."""
+    rig = Rig(clock, 64, step_s=lambda num: STEP_S * (few if num else 1.0))
+    rig.know((0, 32, 256))
+    drafter, rows = rig.drafter, np.arange(64)
+    drafter._flowing.observe(64, STEP_S)
+    waits = []
+    for is_sampled in (False, True):
+        drafter._plain_rests.is_sampled = is_sampled
+        found = [rig.sequences[row] for row in drafter.draftable(rig.table, rows)]
+        assert len(found) == (NUM_SAMPLED if is_sampled else 64)
+        drafter.decide_wait(found, 1, 64)
+        waits.append(drafter.holds_back)
+        drafter.holds_back = False
+    assert waits == [True, True]
 
 
 def test_rests_in_debt_are_bounded_and_grow() -> None:

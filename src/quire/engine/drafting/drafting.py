@@ -241,6 +241,7 @@ class Drafting:
         self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
         self._looked_at = -1  # the last step before which look-ups took place
         self._looked_s = 0.0  # when the last look-up began
+        self._caught_up_s = [0.0, 0.0]  # its seconds of each kind for new tokens of sequences
         self.holds_back = False
         self._is_alone = True  # no other plan was in flight with the last one
         self._began_s = self._taken_s = 0.0
@@ -270,6 +271,7 @@ class Drafting:
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
         self._looked_s, is_guided = time.perf_counter(), table.is_masked[rows]
+        self._caught_up_s = [0.0, 0.0]
         plain, guided = rows[~is_guided], rows[is_guided]
         if len(plain) == 0 < len(guided):
             self._plain_rests.until = min(self._guided_rests.until, self._num_steps + ABSENT_STEPS)
@@ -328,14 +330,16 @@ class Drafting:
         return drafts
 
     def _observe_look(self, look_s: float, guided_s: float, num_running: int) -> None:
-        """Record the time of a look-up, and choose how rare failed ones become. guided_s: the part
-        for rows with a grammar, if both kinds of rows were looked at."""
+        """Record the time of a look-up, and choose how rare failed ones become. The time for tokens
+        since the last look-up is left out, since it grows with rests. guided_s: the part for rows
+        with a grammar, if both kinds of rows were looked at."""
         step_s = self._times.seconds(num_running)
-        for rests, num, own_s in zip(
-            self._kinds, self._looks, (look_s - guided_s, guided_s or look_s), strict=True
+        own_s = look_s - guided_s, guided_s or look_s
+        for rests, num, seconds, caught_up_s in zip(
+            self._kinds, self._looks, own_s, self._caught_up_s, strict=True
         ):
             if num and not self._has_new:  # else most of the time was that of its prompt
-                rests.row_times.append(own_s / num)
+                rests.row_times.append((seconds - caught_up_s) / num)
             if num and step_s is not None:
                 steps = steps_for(rests.look_s(num), step_s)
                 rests.max_steps = min(MAX_REST_STEPS, steps)
@@ -356,6 +360,7 @@ class Drafting:
                 continue
             if step_s is not None:
                 look_s = rests.look_s(self._looks[is_guided])
+                look_s += 0.0 if self._has_new else self._caught_up_s[is_guided]
                 rests.spend(step, look_s / max(step_s, 1e-9))
             if own and all(found[i].is_forced[:1] != [False] for i in own):
                 self._hope(rests.refuse(step), [found[i] for i in own])
@@ -371,15 +376,16 @@ class Drafting:
 
     def decide_wait(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         """See `Drafter`. Compare the token rate expected with drafts to the rate of overlapping
-        plans."""
-        gained = float(num_running)
+        plans. A sample is judged as if the other rows had the same proposals."""
+        gained, num_each = float(num_running), self._num_each[False]
         if any(sequence.request.grammar for sequence in sequences):
             self.holds_back = True  # masks make the device wait for the host anyway
             return
         every = self.proposals(sequences, num_pending)
-        found = [each for each in every if len(each.draft_ids) > num_pending]
-        if not found:
+        own = [each for each in every if len(each.draft_ids) > num_pending]
+        if not own:
             return
+        found = own * num_each
         sizes = [len(each.draft_ids) - num_pending for each in found]
         chances = [each.chance for each in found]  # of rows without grammars
         nums = lengths(
@@ -388,12 +394,13 @@ class Drafting:
         )  # fmt: skip
         for num, each in zip(nums, found, strict=True):
             gained += sum(each.chance ** (num_pending + i) for i in range(1, num + 1))
+        for num, each in zip(nums, own, strict=False):
             if num == 0 and each.draft_state is not None:
                 self._rest(each.sequence, each.draft_state)
         verified = self._times if self._verified.seconds(1) is None else self._verified
         seconds = verified.seconds(num_running + sum(nums))
         if seconds is not None:
-            seconds += self._plain_rests.look_s(len(sequences))
+            seconds += self._plain_rests.look_s(len(sequences) * num_each)
         plainly = self._flowing.seconds(num_running)
         if seconds is None or plainly is None:
             self.holds_back = sum(nums) > 0  # measure it
@@ -449,8 +456,11 @@ class Drafting:
         """Propose draft tokens for one sequence."""
         draft_state = None
         if not self._only_forced:
+            began_s = time.perf_counter()
             draft_state = self._draft_state(sequence)
             draft_state.catch_up(sequence, self._of_all)
+            is_guided = bool(sequence.request.grammar)
+            self._caught_up_s[is_guided] += time.perf_counter() - began_s
         room = sequence.limit - sequence.num_known_tokens - 1
         if sequence.request.grammar:
             draft_ids, is_forced = self._guided(sequence, draft_state, room)
