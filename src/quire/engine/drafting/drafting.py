@@ -241,6 +241,7 @@ class Drafting:
         self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
         self._looked_at = -1  # the last step before which look-ups took place
         self._looked_s = 0.0  # when the last look-up began
+        self._plain_s = 0.0  # its seconds for matches of rows without a grammar
         self._caught_up_s = [0.0, 0.0]  # its seconds of each kind for new tokens of sequences
         self.holds_back = False
         self._is_alone = True  # no other plan was in flight with the last one
@@ -274,14 +275,20 @@ class Drafting:
         self._caught_up_s = [0.0, 0.0]
         plain, guided = rows[~is_guided], rows[is_guided]
         if len(plain) == 0 < len(guided):
-            self._plain_rests.until = min(self._guided_rests.until, self._num_steps + ABSENT_STEPS)
+            until = min(self._guided_rests.until, self._num_steps + ABSENT_STEPS)
+            self._plain_rests.until = max(self._plain_rests.until, until)  # a debt remains
         plain = self._ready(plain[:0] if self._only_forced else plain, is_guided=False)
         guided = self._ready(guided, is_guided=True)
         self._looks = len(plain), len(guided)
-        rows = np.concatenate((guided, plain))
+        rows, self._plain_s = np.concatenate((guided, plain)), 0.0
         if self._ngrams is None or len(rows) == 0:
             return rows
-        self._places[rows] = self._ngrams.places(table, rows)
+        if len(guided):
+            self._places[guided] = self._ngrams.places(table, guided)
+        if len(plain):
+            began_s = time.perf_counter()
+            self._places[plain] = self._ngrams.places(table, plain)
+            self._plain_s = time.perf_counter() - began_s
         return rows[(self._places[rows] >= 0) | table.is_masked[rows]]
 
     def _ready(self, rows: Int64, *, is_guided: bool) -> Int64:
@@ -319,7 +326,7 @@ class Drafting:
         found = self.proposals(sequences[:num_guided])
         guided_s = 0.0
         if all(self._looks):
-            guided_s = time.perf_counter() - self._looked_s
+            guided_s = time.perf_counter() - self._looked_s - self._plain_s
             found += self.proposals(sequences[num_guided:])
         nums = self._lengths(found, num_running)
         drafts = self._drafts(found, nums)
@@ -334,7 +341,7 @@ class Drafting:
         since the last look-up is left out, since it grows with rests. guided_s: the part for rows
         with a grammar, if both kinds of rows were looked at."""
         step_s = self._times.seconds(num_running)
-        own_s = look_s - guided_s, guided_s or look_s
+        own_s = (look_s - guided_s, guided_s) if all(self._looks) else (look_s, look_s)
         for rests, num, seconds, caught_up_s in zip(
             self._kinds, self._looks, own_s, self._caught_up_s, strict=True
         ):
