@@ -337,9 +337,9 @@ class Drafting:
         return drafts
 
     def _observe_look(self, look_s: float, guided_s: float, num_running: int) -> None:
-        """Record the time of a look-up, and choose how rare failed ones become. The time for tokens
-        since the last look-up is left out, since it grows with rests. guided_s: the part for rows
-        with a grammar, if both kinds of rows were looked at."""
+        """Record the time of a look-up, and choose how rare failed ones become. The time to add
+        new tokens does not count, since it grows with rests. guided_s: the part for rows with a
+        grammar, if both kinds of rows were looked at."""
         step_s = self._times.seconds(num_running)
         own_s = (look_s - guided_s, guided_s) if all(self._looks) else (look_s, look_s)
         for rests, num, seconds, caught_up_s in zip(

@@ -11,7 +11,7 @@ of many rows never hide the tokens that grammars force in a few.
 
 Each kind also has a balance, in units of the time of a step. Each step adds EARNED_SHARE, or less
 after many failed look-ups. Failed look-ups subtract their time. Draft tokens add what they gained,
-or subtract what they lost, unless they are those of a sample. While the balance is negative, a
+or subtract what they lost; a sample's draft tokens do neither. While the balance is negative, a
 failed look-up or a loss lets the rows rest until it is zero again, for MAX_DEBT_STEPS at most. So
 look-ups and draft tokens cost no more than they have gained, plus a small share of the time.
 """
