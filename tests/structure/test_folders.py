@@ -30,7 +30,7 @@ BUDGETS = {
     "engine/attachments": 2150,
     "engine/client": 2400,
     "engine/connectors": 2150,
-    "engine/drafting": 1970,
+    "engine/drafting": 1995,
     "engine/executors": 640,
     "engine/grammars": 860,
     "engine/loop": 1190,

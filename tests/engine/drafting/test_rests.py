@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from quire.base.plan import RowDraft
-from quire.base.settings.speculation import FORCED, SUFFIX, Speculation
+from quire.base.settings.speculation import FORCED, NGRAM, SUFFIX, Speculation
 from quire.engine.drafting import drafting
-from quire.engine.drafting.drafting import ABSENT_STEPS, Drafting
+from quire.engine.drafting.drafting import ABSENT_STEPS, Drafting, NGrams
 from quire.engine.drafting.rests import (
+    GROWTH_LOOKS,
     MAX_DEBT_STEPS,
     MAX_REFUSED_STEPS,
     MAX_REST_STEPS,
@@ -65,9 +66,10 @@ class FakeSequence:
 class Rig:
     """Engine without a model. All draft tokens are right.
 
-    step_s: seconds of a step, by its draft tokens. look_s: seconds of a look-up for a row.
+    step_s: seconds of a step, by its draft tokens. look_s: seconds of a look-up for a row. token_s:
+    seconds to add a token to the drafter of a row.
     forced: number of tokens that each grammar forces at a step. finds: whether other rows find
-    drafts. drafted: lengths of the drafts of each step, by row.
+    drafts. drafted: lengths of the drafts of each step, by row. looked: rows of each look-up.
     """
 
     clock: Clock
@@ -76,9 +78,11 @@ class Rig:
     method: str = SUFFIX
     step_s: Callable[[int], float] = lambda num: STEP_S
     look_s: float = 0.0
+    token_s: float = 0.0
     forced: Callable[[int], int] = lambda step: 0
     finds: bool = True
     drafted: list[dict[int, int]] = field(default_factory=list)
+    looked: list[list[int]] = field(default_factory=list)
     looking_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -111,6 +115,7 @@ class Rig:
                 drafter.skip_plans(1)
             else:
                 rows = drafter.draftable(self.table, np.arange(self.num_rows))
+                self.looked.append(rows.tolist())
                 found = [self.sequences[row] for row in rows]
                 drafts = drafter.propose(found, self.num_rows)
             row_of = {each.request.request_id: each.row for each in self.sequences}
@@ -161,6 +166,7 @@ class FakeHistory:
 
     def extend(self, token_ids: list[int]) -> None:
         self.num_taken += len(token_ids)
+        self._rig.clock.now_s += self._rig.token_s * len(token_ids)
 
     def propose(self, num: int) -> list[int]:
         self._rig.look()
@@ -191,6 +197,35 @@ def test_a_refusal_of_others_does_not_either(clock: Clock) -> None:
     assert rig.drafter._plain_rests.num_refused > 3 and not any(rig.drafted)
     rig.run(60)
     assert rig.drafted[60:] == [{0: 32}] * 60
+
+
+def test_a_sample_of_others_that_finds_nothing_does_not_either(clock: Clock) -> None:
+    """A look-up for all of the others would take three steps, and the grammar gains a quarter."""
+    rig = Rig(
+        clock, 128, 1, look_s=3 * STEP_S / 128, forced=lambda step: 32, finds=False
+    )  # fmt: skip
+    for _ in range(600):
+        rig.run(1)
+        assert not rig.drafter._guided_rests.num_refused
+    assert any(1 < len(rows) < 128 for rows in rig.looked)
+
+
+@pytest.mark.parametrize("num_right", [0, 1])
+def test_a_loss_is_that_of_rows_without_a_grammar(clock: Clock, num_right: int) -> None:
+    """Unless they had no draft tokens. A gain smaller than the time of a look-up is a loss too."""
+    rig = Rig(clock, 8, 4, step_s=lambda num: STEP_S * (1.1 if num else 1.0))
+    rig.know((0, 8))
+    drafter, result = rig.drafter, SimpleNamespace(num_accepted=np.array([1] * 7 + [1 + num_right]))
+    drafter._looks = 4, 4
+    for rests in drafter._kinds:
+        rests.row_times.append(0.1 * STEP_S)
+    balances = []
+    for has_plain in (True, False):
+        drafter._has_drafted = [has_plain, True]
+        drafter._observe_gain(16, 8, result)  # type: ignore[arg-type]
+        balances.append([rests.balance for rests in drafter._kinds])
+    (plain, guided), (plain_after, guided_after) = balances
+    assert plain == plain_after < guided and guided_after < guided
 
 
 # ---- waking up -----------------------------------------------------------------------------------
@@ -250,6 +285,18 @@ def test_a_sample_stands_for_all_rows(clock: Clock, num_rows: int, few: float) -
     assert all(len(nums) == num_rows for nums in rig.drafted[-20:])
 
 
+@pytest.mark.parametrize("num_rows", [2, 4, 9])
+def test_samples_take_turns(clock: Clock, num_rows: int) -> None:
+    """However many steps lie between them."""
+    rig = Rig(clock, num_rows, finds=False)
+    for _ in range(6):
+        rig.drafter._plain_rests.refuse(0)
+    rig.run(6 * MAX_REFUSED_STEPS)
+    samples = [rows for rows in rig.looked if rows]
+    assert all(len(rows) < num_rows for rows in samples)
+    assert {row for rows in samples[:5] for row in rows} == set(range(num_rows))
+
+
 # ---- the time of look-ups ------------------------------------------------------------------------
 
 
@@ -290,6 +337,28 @@ def test_rows_without_a_grammar_are_soon_looked_at_after_others(clock: Clock) ->
     rig.finds = True
     rig.run(2 * ABSENT_STEPS)
     assert rig.first_draft(200) <= ABSENT_STEPS
+
+
+def test_a_debt_outlasts_the_absence_of_its_rows(clock: Clock) -> None:
+    """As while all rows without a grammar compute their prompts."""
+    rig = Rig(clock, 8, 4, look_s=STEP_S, finds=False).run(20)
+    until = rig.drafter._plain_rests.until
+    assert until > 20 + ABSENT_STEPS
+    rig.drafter.draftable(rig.table, np.arange(4))
+    assert rig.drafter._plain_rests.until == until
+
+
+def test_matches_are_timed_for_their_kind(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A match takes 1 ms per row without a grammar, and nothing for the others."""
+
+    def places(_: object, table: RowTable, rows: Any) -> Any:
+        clock.now_s += 0.001 * float((~table.is_masked[rows]).sum())
+        return np.full(len(rows), -1)
+
+    monkeypatch.setattr(NGrams, "places", places)
+    rig = Rig(clock, 8, 4, NGRAM).run(2)
+    looks = [rests.look_s(1) for rests in rig.drafter._kinds]
+    assert looks == pytest.approx([0.001, 0.0])
 
 
 def test_many_rows_with_a_grammar_are_drafted_for_again(clock: Clock) -> None:
@@ -335,6 +404,59 @@ def test_drafts_that_lose_time_end() -> None:
     assert rests.balance > 0
 
 
+@pytest.mark.parametrize(("few", "num_rows"), [(1.3, 256), (1.5, 128)])
+def test_what_a_sample_alone_loses_is_not_booked(clock: Clock, few: float, num_rows: int) -> None:
+    """The balance is negative when drafts begin to pay off."""
+
+    def step_s(num_drafts: int) -> float:
+        return STEP_S * (few + 0.3 * num_drafts / (4 * num_rows) if num_drafts else 1.0)
+
+    look_s = 0.3 * STEP_S / num_rows
+    rig = Rig(clock, num_rows, step_s=step_s, look_s=look_s, finds=False).run(300)
+    assert rig.drafter._plain_rests.balance < 0.1
+    rig.finds = True
+    rig.run(400)
+    assert sum(len(nums) == num_rows for nums in rig.drafted) > 400 - 1.1 * MAX_DEBT_STEPS
+
+
+@pytest.mark.parametrize(("num_rows", "step_s"), [(64, 0.010), (16, 0.005)])
+def test_the_tokens_of_a_rest_count_for_no_look_up(
+    clock: Clock, num_rows: int, step_s: float
+) -> None:
+    """Those of 256 steps take as long as 15 look-ups."""
+    rig = Rig(
+        clock, num_rows, step_s=lambda num: step_s * (1.1 if num else 1.0),
+        look_s=70e-6, token_s=4e-6, finds=False,
+    ).run(1500)  # fmt: skip
+    assert rig.drafter.num_idle > 0 and rig.drafter._plain_rests.look_s(1) < 75e-6
+    rig.finds = True
+    rig.run(1500)
+    assert sum(map(bool, rig.drafted)) > 1500 - 1.1 * MAX_DEBT_STEPS
+
+
+def test_the_tokens_of_a_rest_are_spent(clock: Clock) -> None:
+    rig = Rig(clock, 64, token_s=STEP_S / 640, finds=False).run(100)
+    assert rig.drafter._plain_rests.look_s(64) < 1e-9 and rig.drafter._plain_rests.balance < 0
+
+
+@pytest.mark.parametrize("few", [1.3, 1.6])
+def test_a_sample_decides_for_all_rows_whether_plans_wait(clock: Clock, few: float) -> None:
+    """Plans overlap without drafts. Eight rows alone gain less than the step takes longer."""
+    rig = Rig(clock, 64, step_s=lambda num: STEP_S * (few if num else 1.0))
+    rig.know((0, 32, 256))
+    drafter, rows = rig.drafter, np.arange(64)
+    drafter._flowing.observe(64, STEP_S)
+    waits = []
+    for is_sampled in (False, True):
+        drafter._plain_rests.is_sampled = is_sampled
+        found = [rig.sequences[row] for row in drafter.draftable(rig.table, rows)]
+        assert len(found) == (NUM_SAMPLED if is_sampled else 64)
+        drafter.decide_wait(found, 1, 64)
+        waits.append(drafter.holds_back)
+        drafter.holds_back = False
+    assert waits == [True, True]
+
+
 def test_rests_in_debt_are_bounded_and_grow() -> None:
     rests, lengths = Rests(1), list[int]()
     for _ in range(40):
@@ -343,9 +465,21 @@ def test_rests_in_debt_are_bounded_and_grow() -> None:
         rests.miss(step, is_sample=False)
         lengths.append(rests.until - step)
     assert max(lengths[:7]) < 40 and 120 < lengths[-1] < 140
-    rests.spend(rests.until, 1000.0)
+    for num_misses in (40, GROWTH_LOOKS - 1):  # the next miss makes rests twice as long
+        rests.num_misses = num_misses
+        rests.spend(rests.until, 1000.0)
+        rests.miss(rests.until, is_sample=False)
+        assert rests.until == rests.balanced_at + MAX_DEBT_STEPS
+
+
+def test_a_debt_shrinks_without_look_ups_that_take_time() -> None:
+    """A device's look-ups only report misses."""
+    rests = Rests(1)
+    rests.spend(0, 1.0)
+    rests.miss(0, is_sample=False)
+    assert rests.until > 100
     rests.miss(rests.until, is_sample=False)
-    assert rests.until == rests.balanced_at + MAX_DEBT_STEPS
+    assert rests.until - rests.balanced_at == 1
 
 
 # ---- numbers -------------------------------------------------------------------------------------

@@ -235,11 +235,14 @@ class Drafting:
         self._kinds = self._plain_rests, self._guided_rests  # by whether rows have a grammar
         self._looks = 0, 0  # rows of each kind that the last look-up was for
         self._num_each = [1, 1]  # rows that each of them then stood for
+        self._num_samples = [0, 0]  # steps with such look-ups, so that each takes other rows
         self._has_drafted = [False, False]  # which kinds have draft tokens from the last call
         self._rests_until = np.zeros(num_rows, np.int64)  # [R] step before which a row rests
         self._places = np.full(num_rows, -1)  # [R] positions after earlier matches
         self._looked_at = -1  # the last step before which look-ups took place
         self._looked_s = 0.0  # when the last look-up began
+        self._plain_s = 0.0  # its seconds for matches of rows without a grammar
+        self._caught_up_s = [0.0, 0.0]  # its seconds of each kind for new tokens of sequences
         self.holds_back = False
         self._is_alone = True  # no other plan was in flight with the last one
         self._began_s = self._taken_s = 0.0
@@ -269,16 +272,23 @@ class Drafting:
 
     def draftable(self, table: RowTable, rows: Int64) -> Int64:
         self._looked_s, is_guided = time.perf_counter(), table.is_masked[rows]
+        self._caught_up_s = [0.0, 0.0]
         plain, guided = rows[~is_guided], rows[is_guided]
         if len(plain) == 0 < len(guided):
-            self._plain_rests.until = min(self._guided_rests.until, self._num_steps + ABSENT_STEPS)
+            until = min(self._guided_rests.until, self._num_steps + ABSENT_STEPS)
+            self._plain_rests.until = max(self._plain_rests.until, until)  # a debt remains
         plain = self._ready(plain[:0] if self._only_forced else plain, is_guided=False)
         guided = self._ready(guided, is_guided=True)
         self._looks = len(plain), len(guided)
-        rows = np.concatenate((guided, plain))
+        rows, self._plain_s = np.concatenate((guided, plain)), 0.0
         if self._ngrams is None or len(rows) == 0:
             return rows
-        self._places[rows] = self._ngrams.places(table, rows)
+        if len(guided):
+            self._places[guided] = self._ngrams.places(table, guided)
+        if len(plain):
+            began_s = time.perf_counter()
+            self._places[plain] = self._ngrams.places(table, plain)
+            self._plain_s = time.perf_counter() - began_s
         return rows[(self._places[rows] >= 0) | table.is_masked[rows]]
 
     def _ready(self, rows: Int64, *, is_guided: bool) -> Int64:
@@ -295,8 +305,7 @@ class Drafting:
         if not rests.is_sampled or num_each < 2 or self.drafts_on_device and not is_guided:
             return rows
         self._num_each[is_guided] = num_each
-        first = self._num_steps % (len(rows) - num_sampled + 1)  # others each time
-        return rows[first : first + num_sampled]
+        return np.roll(rows, -num_sampled * self._num_samples[is_guided])[:num_sampled]
 
     def follow(self) -> None:
         self._is_alone = False
@@ -317,7 +326,7 @@ class Drafting:
         found = self.proposals(sequences[:num_guided])
         guided_s = 0.0
         if all(self._looks):
-            guided_s = time.perf_counter() - self._looked_s
+            guided_s = time.perf_counter() - self._looked_s - self._plain_s
             found += self.proposals(sequences[num_guided:])
         nums = self._lengths(found, num_running)
         drafts = self._drafts(found, nums)
@@ -328,14 +337,16 @@ class Drafting:
         return drafts
 
     def _observe_look(self, look_s: float, guided_s: float, num_running: int) -> None:
-        """Record the time of a look-up, and choose how rare failed ones become. guided_s: the part
-        for rows with a grammar, if both kinds of rows were looked at."""
+        """Record the time of a look-up, and choose how rare failed ones become. The time to add
+        new tokens does not count, since it grows with rests. guided_s: the part for rows with a
+        grammar, if both kinds of rows were looked at."""
         step_s = self._times.seconds(num_running)
-        for rests, num, own_s in zip(
-            self._kinds, self._looks, (look_s - guided_s, guided_s or look_s), strict=True
+        own_s = (look_s - guided_s, guided_s) if all(self._looks) else (look_s, look_s)
+        for rests, num, seconds, caught_up_s in zip(
+            self._kinds, self._looks, own_s, self._caught_up_s, strict=True
         ):
             if num and not self._has_new:  # else most of the time was that of its prompt
-                rests.row_times.append(own_s / num)
+                rests.row_times.append((seconds - caught_up_s) / num)
             if num and step_s is not None:
                 steps = steps_for(rests.look_s(num), step_s)
                 rests.max_steps = min(MAX_REST_STEPS, steps)
@@ -356,6 +367,7 @@ class Drafting:
                 continue
             if step_s is not None:
                 look_s = rests.look_s(self._looks[is_guided])
+                look_s += 0.0 if self._has_new else self._caught_up_s[is_guided]
                 rests.spend(step, look_s / max(step_s, 1e-9))
             if own and all(found[i].is_forced[:1] != [False] for i in own):
                 self._hope(rests.refuse(step), [found[i] for i in own])
@@ -371,15 +383,16 @@ class Drafting:
 
     def decide_wait(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         """See `Drafter`. Compare the token rate expected with drafts to the rate of overlapping
-        plans."""
-        gained = float(num_running)
+        plans. A sample is judged as if the other rows had the same proposals."""
+        gained, num_each = float(num_running), self._num_each[False]
         if any(sequence.request.grammar for sequence in sequences):
             self.holds_back = True  # masks make the device wait for the host anyway
             return
         every = self.proposals(sequences, num_pending)
-        found = [each for each in every if len(each.draft_ids) > num_pending]
-        if not found:
+        own = [each for each in every if len(each.draft_ids) > num_pending]
+        if not own:
             return
+        found = own * num_each
         sizes = [len(each.draft_ids) - num_pending for each in found]
         chances = [each.chance for each in found]  # of rows without grammars
         nums = lengths(
@@ -388,12 +401,13 @@ class Drafting:
         )  # fmt: skip
         for num, each in zip(nums, found, strict=True):
             gained += sum(each.chance ** (num_pending + i) for i in range(1, num + 1))
+        for num, each in zip(nums, own, strict=False):
             if num == 0 and each.draft_state is not None:
                 self._rest(each.sequence, each.draft_state)
         verified = self._times if self._verified.seconds(1) is None else self._verified
         seconds = verified.seconds(num_running + sum(nums))
         if seconds is not None:
-            seconds += self._plain_rests.look_s(len(sequences))
+            seconds += self._plain_rests.look_s(len(sequences) * num_each)
         plainly = self._flowing.seconds(num_running)
         if seconds is None or plainly is None:
             self.holds_back = sum(nums) > 0  # measure it
@@ -403,9 +417,10 @@ class Drafting:
     def _lengths(self, found: list[Proposal], num_running: int) -> list[int]:
         """Return how many tokens of each proposal should pay off. A sample is judged as if the
         other rows had the same proposals, after a look-up for all of them."""
-        others_s = 0.0
-        for rests, num, num_each in zip(self._kinds, self._looks, self._num_each, strict=True):
-            others_s += rests.look_s(num * (num_each - 1))
+        others_s = sum(
+            self._kinds[kind].look_s(self._looks[kind] * (self._num_each[kind] - 1))
+            for kind in {each.is_guided for each in found}
+        )
         judged = [*found]
         for each in found:
             judged += [each] * (self._num_each[each.is_guided] - 1)
@@ -448,8 +463,11 @@ class Drafting:
         """Propose draft tokens for one sequence."""
         draft_state = None
         if not self._only_forced:
+            began_s = time.perf_counter()
             draft_state = self._draft_state(sequence)
             draft_state.catch_up(sequence, self._of_all)
+            is_guided = bool(sequence.request.grammar)
+            self._caught_up_s[is_guided] += time.perf_counter() - began_s
         room = sequence.limit - sequence.num_known_tokens - 1
         if sequence.request.grammar:
             draft_ids, is_forced = self._guided(sequence, draft_state, room)
@@ -504,6 +522,8 @@ class Drafting:
 
     def planned(self, plan: Plan) -> None:
         self._num_steps += 1
+        for is_guided, num_each in enumerate(self._num_each):
+            self._num_samples[is_guided] += num_each > 1
         for row, verified in planned_drafts(plan).items():
             if (draft_state := self._in_row.get(row)) is not None:
                 draft_state.verified = verified
@@ -531,15 +551,20 @@ class Drafting:
 
     def _observe_gain(self, num_tokens: int, num_rows: int, result: StepResult) -> None:
         """Add what a step with draft tokens gained to the balance of each kind of rows that had
-        some. num_tokens: of the step. The times are the expected ones, since single steps vary."""
+        some. Gains and losses of a sample alone are not representative. If both kinds had draft
+        tokens, a loss is only booked for rows without a grammar, since forced tokens are always
+        right. num_tokens: of the step. The times are the expected ones, since single steps vary."""
         plain_s, verified_s = self._times.seconds(num_rows), self._verified.seconds(num_tokens)
         if not plain_s or verified_s is None:
             return
         num_right = int(result.num_accepted.sum()) - len(result.num_accepted)
         gain = num_right / num_rows - (verified_s / plain_s - 1)
-        for rests, num, has in zip(self._kinds, self._looks, self._has_drafted, strict=True):
-            if has:
-                rests.gain(self._num_steps, gain, rests.look_s(num) / plain_s)
+        for is_guided, rests in enumerate(self._kinds):
+            if not self._has_drafted[is_guided] or self._num_each[is_guided] > 1:
+                continue
+            num_spent = rests.look_s(self._looks[is_guided]) / plain_s
+            if gain >= num_spent or not (is_guided and self._has_drafted[False]):
+                rests.gain(self._num_steps, gain, num_spent)
 
     def _draft_state(self, sequence: Sequence) -> DraftState:
         found = self._of.get(sequence)

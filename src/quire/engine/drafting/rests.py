@@ -11,9 +11,9 @@ of many rows never hide the tokens that grammars force in a few.
 
 Each kind also has a balance, in units of the time of a step. Each step adds EARNED_SHARE, or less
 after many failed look-ups. Failed look-ups subtract their time. Draft tokens add what they gained,
-or subtract what they lost. While the balance is negative, a failed look-up or a loss lets the rows
-rest until it is zero again, for MAX_DEBT_STEPS at most. So look-ups and draft tokens cost no more
-than they have gained, plus a small share of the time.
+or subtract what they lost; a sample's draft tokens do neither. While the balance is negative, a
+failed look-up or a loss lets the rows rest until it is zero again, for MAX_DEBT_STEPS at most. So
+look-ups and draft tokens cost no more than they have gained, plus a small share of the time.
 """
 
 from collections import deque
@@ -118,6 +118,7 @@ class Rests:
     def _rest_in_debt(self, step: int) -> None:
         """Make the rest long enough for a negative balance, as far as allowed. After a long one,
         only a sample is looked at."""
+        self.spend(step, 0.0)  # settles what was earned, and the bound for the number of misses
         num = int(-self.balance / self._earned_share)
         self.until = max(self.until, step + num)
         self.is_sampled |= num > MAX_REST_STEPS
