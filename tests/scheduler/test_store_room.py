@@ -5,9 +5,17 @@ import pytest
 from quire.base.kv_orders import Fetch, Keep, LookedUp
 from quire.base.messages import Abort, Request, ResetPrefixCache
 from quire.base.settings.kv_transfer import COMPUTED
+from quire.scheduler.reuse.keeping import Keeping
 from quire.spec.cache_group import CacheGroup
 from tests.scheduler.test_scheduler_machine import FULL
-from tests.scheduler.test_stores import OTHER, PROMPT, Lab, look_up, stored_prompt, wanted
+from tests.scheduler.test_stores import (
+    OTHER,
+    PROMPT,
+    Lab,
+    look_up,
+    stored_prompt,
+    wanted,
+)
 from tests.support.scheduler.fake_stores import BLOCK
 
 
@@ -71,8 +79,8 @@ def test_a_fetch_that_waits_is_dropped(is_reset: bool) -> None:
         assert lab.finish(second) == wanted(OTHER)
 
 
-def test_a_fetch_never_waits_for_writes_or_later_fetches() -> None:
-    """A write stays open, and the prompt needs more blocks than host memory may give to fetches."""
+def test_a_fetch_waits_for_a_part_of_host_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts need four blocks, of which host memory has three, and writes never end."""
     lab = Lab(gives=COMPUTED)
     digests = stored_prompt(lab) + stored_prompt(lab, OTHER)
     lab.kv.forget(digests)
@@ -84,9 +92,15 @@ def test_a_fetch_never_waits_for_writes_or_later_fetches() -> None:
     assert isinstance(write, Keep)
     tier = lab.kv.tier
     assert tier is not None
-    taken = [tier.allocate(0) for _ in range(tier.room(0) - 3)]
+    taken = [tier.allocate(0) for _ in range(tier.room(0) - 2)]
     first = lab.add(OTHER)
     look_up(lab, first)
+    assert not lab.orders(), "the first waits for the write"
+    monkeypatch.setattr(Keeping, "backlog", 1)
+    lab.stores.submit([write])
+    answer = lab.stores.answer(0, fails=False)
+    assert answer is not None
+    lab.core.control(answer)
     [fetch] = lab.orders()
     assert isinstance(fetch, Fetch) and len(fetch.items) == 3, "as many as have room"
     second = lab.add(PROMPT)
@@ -101,7 +115,7 @@ def test_a_fetch_never_waits_for_writes_or_later_fetches() -> None:
     for block in taken:
         assert block is not None
         tier.release(0, block)
-    lab.stores.submit([write, fetch])
+    lab.stores.submit([fetch])
     answers = [lab.finish(first), lab.finish(second)]  # in the order of their ends
     assert wanted(OTHER) in answers and wanted(PROMPT) in answers
 

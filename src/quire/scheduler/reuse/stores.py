@@ -53,6 +53,7 @@ from quire.scheduler.views import StoresView
 
 WAIT_S = 1.5  # for a block that another engine is about to keep
 FETCHING_SHARE = 2  # fetches in flight take at most 1/FETCHING_SHARE of a group's host memory
+ROOM_SHARE = 4  # a fetch waits until at most 1/ROOM_SHARE of host memory is free
 OLD_RATE_WEIGHT = 0.5  # weight of the old average when a new rate is measured
 
 
@@ -408,11 +409,9 @@ class Stores(HitSource, Extension, StepExtension):
         kv, sequence = self._memory.kv, wait.sequence
         digests, num_tokens = self._memory.names.readable(sequence)
         here = kv.num_computed_blocks(digests, num_tokens)
-
-        def has(g: int, digest: bytes) -> bool:
-            return (g, digest) in wait.found or kv.is_cached(g, digest)
-
-        there = kv.num_computed_blocks(digests, num_tokens, has)
+        there = kv.num_computed_blocks(
+            digests, num_tokens, lambda g, name: (g, name) in wait.found or kv.is_cached(g, name)
+        )
         if self._look_up_lost(wait, there) or there <= here:
             return
         lacking = [
@@ -440,18 +439,21 @@ class Stores(HitSource, Extension, StepExtension):
                 self._tier.release(g, block)
 
     def _has_room(self, wait: PendingLookup, names: list[BlockName]) -> bool:
-        """Return whether to fetch these blocks now. Fetches together take at most a share of host
-        memory, so that evicted blocks find room. A fetch waits only for earlier ones."""
+        """Return whether to fetch these blocks now. Fetches take at most a share of host memory, so
+        that evicted blocks find room. A fetch waits for earlier ones, and while stores write, for
+        room that blocks in writing and holds always leave."""
         counts = Counter(name[0] for name in names if name not in self._coming)
         if counts and self._deferred:
             return False
-        if wait.waits_for is None:
-            wait.waits_for = self._tickets.last
-        earlier = [items for t, items in self._fetching.items() if t <= wait.waits_for]
-        fetching = Counter(g for items in earlier for g, _, _ in items)
+        if (last := wait.waits_for) is None:
+            last = wait.waits_for = self._tickets.last
+        earlier = [item for t, items in self._fetching.items() if t <= last for item in items]
+        fetching = Counter(g for g, _, _ in earlier)
+        is_due, tier = bool(earlier) or self._keeping.backlog > 0, self._tier
         for g, num in counts.items():
-            too_many = fetching[g] + num > self._tier.limits[g] // FETCHING_SHARE
-            if (fetching[g] and too_many) or (fetching and num > self._tier.room(g)):
+            too_many = fetching[g] + num > tier.limits[g] // FETCHING_SHARE
+            needed = min(num, tier.limits[g] // ROOM_SHARE)
+            if (fetching[g] and too_many) or (is_due and needed > tier.room(g)):
                 return False
         return True
 
@@ -477,8 +479,7 @@ class Stores(HitSource, Extension, StepExtension):
         return []
 
     def _order(self, wait: PendingLookup, store: int, names: list[BlockName]) -> None:
-        """Order a fetch of the blocks that are not in flight, as many as host memory has room
-        for."""
+        """Order a fetch of the blocks that are not in flight, as far as host memory has room."""
         tier, items = self._tier, []
         for name in names:
             if name in self._coming:
@@ -500,8 +501,7 @@ class Stores(HitSource, Extension, StepExtension):
         if items is None:
             return
         for (g, digest, block), is_there in zip(items, answer.ok, strict=True):
-            is_needed = self._coming.get((g, digest)) == answer.ticket
-            if is_needed:
+            if is_needed := self._coming.get((g, digest)) == answer.ticket:
                 del self._coming[g, digest]
             is_taken = is_there and is_needed
             self._tier.keep_fetched(g, block, digest if is_taken else None)
@@ -582,6 +582,7 @@ class Stores(HitSource, Extension, StepExtension):
             pairs = zip(items, answer.ok, strict=False)
             kept = [(g, digest) for (g, digest, _), ok in pairs if ok]
             self.offers.take_kept(kept, answer.is_lasting)
+        self._fetch_deferred()
 
     # ---- rates -------------------------------------------------------------------------------
 
