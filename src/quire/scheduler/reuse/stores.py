@@ -53,7 +53,7 @@ from quire.scheduler.views import StoresView
 
 WAIT_S = 1.5  # for a block that another engine is about to keep
 FETCHING_SHARE = 2  # fetches in flight take at most 1/FETCHING_SHARE of a group's host memory
-ROOM_SHARE = 4  # a fetch waits until at most 1/ROOM_SHARE of host memory is free
+ROOM_SHARE = 4  # a fetch waits for at most 1/ROOM_SHARE of a group's host memory to be free
 OLD_RATE_WEIGHT = 0.5  # weight of the old average when a new rate is measured
 
 
@@ -440,8 +440,8 @@ class Stores(HitSource, Extension, StepExtension):
 
     def _has_room(self, wait: PendingLookup, names: list[BlockName]) -> bool:
         """Return whether to fetch these blocks now. Fetches take at most a share of host memory, so
-        that evicted blocks find room. A fetch waits for earlier ones, and while stores write, for
-        room that blocks in writing and holds always leave."""
+        that evicted blocks find room. A fetch waits for earlier fetches. While a store writes, it
+        also waits for free host blocks, but for no more than writes and holds always leave free."""
         counts = Counter(name[0] for name in names if name not in self._coming)
         if counts and self._deferred:
             return False
