@@ -6,29 +6,14 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 from starlette.types import Message
 
-from quire.serve.native.document import document
-
-JSON = "application/json"
-# Endpoints that batches may not call: for operators, files, batches and single requests, and the
-# APIs of Ollama, llama.cpp, SGLang and TRL.
-NOT_IN_BATCHES = (
-    "/v1/files", "/v1/batches", "/v1/prefixes", "/v1/requests/", "/abort_requests", "/api/",
-    "/apply-template", "/completion", "/embedding", "/generate", "/infill", "/reranking",
-    "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters",
-    "/init_weight_transfer_engine", "/inference/", "/chat/", "/get_sequence_logprobs/",
-    "/start_weight_update", "/update_weights", "/finish_weight_update",
-)  # fmt: skip
-
-
-def batch_urls(app: FastAPI) -> frozenset[str]:
-    """Return the paths that lines may name: the endpoints that accept a JSON body by POST."""
-    paths = document(app)["paths"]
-    return frozenset(
-        path
-        for path, operations in paths.items()
-        if JSON in operations.get("post", {}).get("requestBody", {}).get("content", {})
-        and not path.startswith(NOT_IN_BATCHES)
+# Endpoints that the lines of a batch may call: those by which a model answers
+BATCH_URLS = frozenset(
+    (
+        "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses",
+        "/v1/embeddings", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+        "/tokenize", "/detokenize", "/v1/messages/count_tokens",
     )
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,10 +26,9 @@ class Reply:
 
 
 class AppCaller:
-    """Caller of one app. key: API key sent with each request. urls: paths it may call."""
+    """Caller of one app. key: API key sent with each request."""
 
     def __init__(self, app: FastAPI, key: str | None = None) -> None:
-        self.urls = batch_urls(app)
         self._app = app
         self._headers = [(b"host", b"batch"), (b"content-type", b"application/json")]
         if key is not None:

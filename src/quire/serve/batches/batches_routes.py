@@ -9,7 +9,7 @@ import fastapi
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from quire.serve.batches.app_caller import batch_urls
+from quire.serve.batches.app_caller import BATCH_URLS
 from quire.serve.batches.batch_store import MAX_BATCHES, BatchRecord, BatchStore, new_batch_id
 from quire.serve.batches.batches import Batches
 from quire.serve.batches.directory import owner_of, page, visible_owner
@@ -58,9 +58,8 @@ async def create_batch(
     body: BatchBody, request: fastapi.Request, api: Api, store: BatchesDep
 ) -> dict[str, Any]:
     """Create a batch from a file of requests. It runs later; GET shows its progress."""
-    urls = batch_urls(request.app)
-    if body.endpoint not in urls:
-        known = ", ".join(sorted(urls))
+    if body.endpoint not in BATCH_URLS:
+        known = ", ".join(sorted(BATCH_URLS))
         message = f"endpoint must be one of {known}, got {shown(body.endpoint)}."
         raise bad_request(message, "endpoint")
     window = WINDOW.fullmatch(body.completion_window)

@@ -8,13 +8,13 @@ cannot take it now (503) or if its key has reached a limit (429).
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from quire.base.errors import EngineDead
-from quire.serve.batches.app_caller import AppCaller, Reply
+from quire.serve.batches.app_caller import BATCH_URLS, AppCaller, Reply
 from quire.serve.batches.input_index import InputIndex
 from quire.serve.batches.journal import Journal
 from quire.serve.batches.lines import (
@@ -145,9 +145,9 @@ class LineRunner:
     ) -> None:
         """Send a line as soon as there is a slot for it."""
         if self._index.size(position) > ON_LOOP_BYTES:
-            digest, line = await asyncio.to_thread(self._read, position, caller.urls)
+            digest, line = await asyncio.to_thread(self._read, position)
         else:
-            digest, line = self._read(position, caller.urls)
+            digest, line = self._read(position)
         if isinstance(line, OutputLine):
             self._write(position, line)
             await asyncio.sleep(0)
@@ -161,11 +161,11 @@ class LineRunner:
         task.add_done_callback(self._end)
         task.add_done_callback(lambda _: slots.give(taken))
 
-    def _read(self, position: int, urls: Collection[str]) -> tuple[bytes, Line | OutputLine]:
+    def _read(self, position: int) -> tuple[bytes, Line | OutputLine]:
         """Return a line's id, and the parsed line or the output of an invalid line."""
         data, digest = self._index.data(position)
         try:
-            return digest, self._index.parse(position, data, urls)
+            return digest, self._index.parse(position, data, BATCH_URLS)
         except LineError as error:
             failure = Failure(error.code, error.message)
             return digest, OutputLine(shown_id(digest), custom_id_of(data), None, failure)
