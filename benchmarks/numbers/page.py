@@ -58,18 +58,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """One benchmark. about: what is measured, and against which aim or limit. is_new: whether to
-    omit the section until its files exist."""
+    """One benchmark. about: what is measured, and against which aim or limit."""
 
     title: str
     about: str
     command: str
     tables: tuple[Table, ...]
-    is_new: bool = False
-
-    def is_shown(self, results: Mapping[str, Result]) -> bool:
-        """Return whether the page has this section."""
-        return not self.is_new or all(table.file in results for table in self.tables)
 
 
 @dataclass(frozen=True)
@@ -197,8 +191,6 @@ def _page(page: Page, results: Mapping[str, Result]) -> str:
     )
     lines.append("")
     for section in page.sections:
-        if not section.is_shown(results):
-            continue
         lines += [f"## {section.title}", "", *wrapped(section.about), ""]
         lines += [f"`{section.command}`", ""]
         for table, after in zip(section.tables, [*section.tables[1:], None], strict=True):

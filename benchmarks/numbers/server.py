@@ -102,7 +102,6 @@ SERVER = Page("server.md", "Server and start", (
             "from the device": "{from.device:.0%}", "host memory": "{from.host:.0%}", "directory":
             "{from.directory:.0%}", "first token, median": "{ttft_ms.p50:,.0f} ms", "p99":
             "{ttft_ms.p99:,.0f} ms"}),),
-        is_new=True,
     ),
     Section(
         "Grammars",

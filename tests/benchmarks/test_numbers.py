@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 from benchmarks.numbers.__main__ import FOLDER
 from benchmarks.numbers.catalogue import HIGHLIGHTS, PAGES
 from benchmarks.numbers.page import (
-    Page,
-    Section,
     Table,
     Value,
     filled,
@@ -48,19 +45,9 @@ def test_the_pages_are_what_the_files_say() -> None:
 
 
 def test_every_result_file_is_on_a_page() -> None:
-    sections = [section for page in PAGES for section in page.sections if section.is_shown(RESULTS)]
+    sections = [section for page in PAGES for section in page.sections]
     shown = {table.file for section in sections for table in section.tables}
     assert shown | OF_THE_EVALUATION == RESULTS.keys()
-
-
-def test_a_new_section_waits_for_its_file() -> None:
-    table = Table("m/toy.json", {"": "{engine}"})
-    section = Section("Toys", "How fast toys are.", "make toys", (table,), is_new=True)
-    page = Page("toys.md", "All toys", (section,), "How fast they are.")
-    assert "## Toys" not in pages_of([page], [], {})["toys.md"]
-    assert "| b |" in pages_of([page], [], {"m/toy.json": TOY})["toys.md"]
-    with pytest.raises(KeyError):
-        pages_of([replace(page, sections=(replace(section, is_new=False),))], [], {})
 
 
 def test_commands_name_modules_that_are_there() -> None:
