@@ -79,6 +79,7 @@ def test_logit_errors_by_hand() -> None:
     assert error.figures()["same_best_token"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 def test_a_small_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

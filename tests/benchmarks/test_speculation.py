@@ -27,6 +27,7 @@ def nothing_replayed() -> Iterator[None]:
     REPLAYED.clear()
 
 
+@pytest.mark.slow
 def test_a_small_run_of_all_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are compared within. No time is known, so all drafts are verified."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)

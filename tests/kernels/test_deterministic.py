@@ -326,15 +326,16 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "half"),
     [
         ("qwen3_5_text", True),  # has two layers, qwen3_5 four
-        pytest.param("qwen3_5", True, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", False, marks=pytest.mark.slow),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        pytest.param("llama", False, marks=pytest.mark.slow),
-        pytest.param("mistral", False, marks=pytest.mark.slow),
+        ("qwen3_5", True),
+        ("qwen3_moe", False),
+        ("llama", True),
+        ("llama", False),
+        ("mistral", False),
     ],
 )
 def test_models(

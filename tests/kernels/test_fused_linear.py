@@ -244,12 +244,13 @@ def test_launches_of_a_layer(
         assert 0.98 * wanted < found < 1.03 * wanted, f"{found:.0f} bytes, {wanted} expected"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rotates_within", "merges_last", "launches"),
     [
-        pytest.param(False, False, 7, marks=pytest.mark.slow),
-        pytest.param(False, True, 6, marks=pytest.mark.slow),
-        pytest.param(True, False, 6, marks=pytest.mark.slow),
+        (False, False, 7),
+        (False, True, 6),
+        (True, False, 6),
         (True, True, 5),
     ],
 )

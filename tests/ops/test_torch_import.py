@@ -79,9 +79,8 @@ CASES = [
 LONG_CASES = ["prims_bring_the_rest", "fake_tensors_find_their_operators"]
 
 
-@pytest.mark.parametrize(
-    "cases", [CASES, pytest.param(LONG_CASES, marks=pytest.mark.slow)], ids=["few", "others"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [CASES, LONG_CASES], ids=["few", "others"])
 def test_a_generated_token_needs_no_tracing_and_what_traces_brings_the_rest(
     cases: list[str],
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_core_that_dies_while_the_server_drains_is_an_error() -> None:
         assert server.process.wait(30) == 1
 
 
+@pytest.mark.slow
 def test_a_dead_api_process_is_replaced_and_the_streams_of_the_other_go_on() -> None:
     with started("--api-server-count", "2") as server:
         streams = [Stream(server, max_tokens=400) for _ in range(6)]

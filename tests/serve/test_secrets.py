@@ -10,6 +10,7 @@ import pytest
 
 from quire.cli.main import main
 from tests.serve.test_server import started
+from tests.support.cases import slow_but
 from tests.support.processes.servers import WAIT_S, Server, children_of, wait_until
 
 MARKER = "MARK3R-s3cret"
@@ -67,7 +68,7 @@ def flags_of(settings: dict[str, Any]) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("way", ["config", "ranks", pytest.param("flags", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", slow_but(["config", "ranks", "flags"], "config"))
 def test_no_output_of_a_server_has_a_secret(tmp_path: Path, way: str) -> None:
     config = tmp_path / "config.yaml"
     settings = SETTINGS | {"record": str(tmp_path / "recording")}

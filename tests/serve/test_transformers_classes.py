@@ -39,13 +39,14 @@ def checkpoint(model_type: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "mode"),
     [
         ("stablelm", "swap"),
-        pytest.param("starcoder2", "recompute", marks=pytest.mark.slow),
-        pytest.param("stablelm", "recompute", marks=pytest.mark.slow),
-        pytest.param("starcoder2", "swap", marks=pytest.mark.slow),
+        ("starcoder2", "recompute"),
+        ("stablelm", "recompute"),
+        ("starcoder2", "swap"),
     ],
 )
 def test_tokens_are_those_of_transformers(model_type: str, mode: str) -> None:

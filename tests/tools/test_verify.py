@@ -253,6 +253,7 @@ def test_a_token_that_rounding_sends_to_another_expert() -> None:
     assert any("sends the other tokens to other experts" in line for line in lines(report))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 def test_only_what_rounds_much_may_change_experts(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral_window")
@@ -311,6 +312,7 @@ def test_a_quantised_checkpoint(form: str, tmp_path: Path) -> None:
     assert verify(quantised, against=plain).verdict == WITHIN
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 def test_an_engine_with_a_quantised_checkpoint_rounds_activations(tmp_path: Path) -> None:
     """So other tokens than those of the dequantised weights are not an error."""
@@ -351,7 +353,8 @@ def test_files_are_looked_at_before_transformers_is(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", slow_but(["stablelm", "starcoder2"], "stablelm"))
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["stablelm", "starcoder2"])
 def test_models_of_transformers_classes(model_type: str, tmp_path: Path) -> None:
     folder = foreign(tmp_path, model_type)
     file = folder / "model.safetensors"

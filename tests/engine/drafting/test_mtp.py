@@ -114,7 +114,7 @@ def test_answers_stay_what_they_are(variant: str, how: dict[str, Any], tmp_path:
     assert sum(s.num_draft_tokens for s in steps) > 0
 
 
-@pytest.fixture(scope="module", params=slow_but(("deepseek_v3", "qwen3_next"), "deepseek_v3"))
+@pytest.fixture(scope="module", params=("deepseek_v3", "qwen3_next"))
 def with_text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with a tokenizer."""
     directory = write_directory(tmp_path_factory.mktemp("text"), "byte_level")
@@ -122,7 +122,8 @@ def with_text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return directory
 
 
-@pytest.mark.parametrize("num_ranks", slow_but((1, 2), 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", (1, 2))
 def test_every_way_to_sample(num_ranks: int, with_text: Path) -> None:
     """Also with grammars, beams and hits, and on two ranks that share all layers."""
     method = f'{{"method": "mtp", "num_speculative_tokens": {NUM}}}'

@@ -404,7 +404,9 @@ def test_drafts_that_lose_time_end() -> None:
     assert rests.balance > 0
 
 
-@pytest.mark.parametrize(("few", "num_rows"), [(1.3, 256), (1.5, 128)])
+@pytest.mark.parametrize(
+    ("few", "num_rows"), [pytest.param(1.3, 256, marks=pytest.mark.slow), (1.5, 128)]
+)
 def test_what_a_sample_alone_loses_is_not_booked(clock: Clock, few: float, num_rows: int) -> None:
     """The balance is negative when drafts begin to pay off."""
 
@@ -419,7 +421,9 @@ def test_what_a_sample_alone_loses_is_not_booked(clock: Clock, few: float, num_r
     assert sum(len(nums) == num_rows for nums in rig.drafted) > 400 - 1.1 * MAX_DEBT_STEPS
 
 
-@pytest.mark.parametrize(("num_rows", "step_s"), [(64, 0.010), (16, 0.005)])
+@pytest.mark.parametrize(
+    ("num_rows", "step_s"), [pytest.param(64, 0.010, marks=pytest.mark.slow), (16, 0.005)]
+)
 def test_the_tokens_of_a_rest_count_for_no_look_up(
     clock: Clock, num_rows: int, step_s: float
 ) -> None:

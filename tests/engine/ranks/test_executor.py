@@ -34,6 +34,7 @@ def test_another_process_with_few_blocks(mode: str) -> None:
     assert (found.moves.get("swap_out", 0) > 0) == (mode == "swap") or "load" in found.moves
 
 
+@pytest.mark.slow
 def test_two_ranks_that_guess() -> None:
     """Chunks, hits, groups, beams, masks, logprobs, and tokens that a draft model guesses."""
     draft = {"method": "draft_model", "model": str(text_checkpoint("gpt2"))}

@@ -118,6 +118,7 @@ def test_ranks_are_dealt_out_to_machines(
     assert node.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_ends_the_engine(nodes: StartNode, port: int) -> None:
     model = checkpoint("llama")
     node = nodes(model, 1, "-tp", "2")

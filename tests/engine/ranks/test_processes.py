@@ -152,6 +152,7 @@ def test_who_spins_is_told_from_who_waits_for_it(
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.slow
 def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions(
     executed_ranks: None,
 ) -> None:

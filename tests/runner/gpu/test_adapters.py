@@ -35,7 +35,6 @@ from quire.runner.gpu.adapters import DeviceRowAdapters, DeviceSlots, DeviceStep
 from quire.runner.steps import PlainStep
 from quire.spec.model_spec import load_spec
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
-from tests.support.cases import slow_but
 from tests.support.models.checkpoints import write_checkpoint
 from tests.support.models.paged_forward import CPU
 from tests.support.models.reference_checkpoints import checkpoint, shallow
@@ -143,7 +142,8 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "whole"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("devices")
 def test_recorded_steps_serve_any_mix_of_adapters(
     case: str, files: Files, steps: Counter[str]

@@ -92,7 +92,8 @@ def drafts(kind: str, folder: Path, backend: str, **settings: Any) -> tuple[list
     return found, [list(each.outputs[0].token_ids) for each in outputs]
 
 
-@pytest.mark.parametrize("kind", slow_but(KINDS, "eagle3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_order_is_direct(
     kind: str, orders: Counter[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,12 +63,13 @@ def ask(llm: LLM) -> list[RequestOutput]:
     return llm.generate(prompts, PARAMS, use_tqdm=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "num", "right"),
     [
         ("qwen3_5_text", 3, 0.7),
         *(
-            pytest.param(name, *case, marks=pytest.mark.slow)
+            (name, *case)
             for name in ("qwen3_5_text", "qwen3_5")
             for case in ((1, 1.0), (5, 0.0), (9, 0.9))
         ),

@@ -92,15 +92,13 @@ def kernels_say(**settings: Any) -> tuple[list[Any], Flown]:
         return [told(output) for output in outputs], flown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     "settings",
     [
         {"pipeline_depth": 2, "kv_cache_memory_bytes": 1 << 20},
-        pytest.param(
-            {"pipeline_depth": 3, "kv_cache_memory_bytes": 1 << 16, "enforce_eager": True},
-            marks=pytest.mark.slow,
-        ),
+        {"pipeline_depth": 3, "kv_cache_memory_bytes": 1 << 16, "enforce_eager": True},
     ],
     ids=["recorded", "few blocks"],
 )

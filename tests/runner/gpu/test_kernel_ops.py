@@ -254,7 +254,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "recomputed"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_tokens_do_not_depend_on_the_memory(case: str, devices: list[LateDevice]) -> None:
     kind = KINDS["greedy"][:4] + KINDS["filters"][:1]
     found = run("triton", kind, rounds=2, **CASES[case])

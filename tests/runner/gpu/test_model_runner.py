@@ -150,7 +150,8 @@ def test_quantised_products_are_recorded_and_read_nothing(
     assert found == drive(build("triton", enforce_eager=True, **weights), devices[-1], make=few)
 
 
-@pytest.mark.parametrize("compilation", [pytest.param("full", marks=pytest.mark.slow), "piecewise"])
+@pytest.mark.slow
+@pytest.mark.parametrize("compilation", ["full", "piecewise"])
 def test_layers_with_states_are_recorded_and_read_nothing(
     compilation: str,
     devices: list[LateDevice],  # noqa: F811

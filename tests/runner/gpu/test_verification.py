@@ -116,7 +116,8 @@ def variant(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tupl
     return tuple(found)
 
 
-@pytest.mark.parametrize("drafts", ["none", pytest.param("ngram", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["none", "ngram"])
 def test_nothing_is_compiled_after_the_warm_up(
     drafts: str, launched: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
