@@ -2,7 +2,7 @@
 HTTP endpoints of pooling models share the conversion of outputs and the pairing of texts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import RequestError
 from quire.base.messages import Request
@@ -28,10 +28,12 @@ from quire.base.requests.pooling_params import (
 )
 from quire.base.step_outputs import Failure
 from quire.engine.client.admission import admit
-from quire.engine.start.build import Engine
 from quire.render.pooling_prompts import to_pool
 from quire.render.renderer import Prompt, RenderedPrompt
-from quire.serve.processes.core_processes import ProcessEngine
+
+if TYPE_CHECKING:  # the server's API processes use this module, and need no engine
+    from quire.engine.start.build import Engine
+    from quire.serve.processes.core_processes import ProcessEngine
 
 
 def numbers_of(output: RequestOutput, spec: PoolingSpec, params: PoolingParams) -> Float64:
@@ -86,7 +88,7 @@ Finish = Callable[[list[Request], list[RenderedPrompt]], list[RequestOutput]]
 class Pooling:
     """Pooling requests of an engine. finish: runs checked requests."""
 
-    def __init__(self, engine: Engine | ProcessEngine, finish: Finish) -> None:
+    def __init__(self, engine: "Engine | ProcessEngine", finish: Finish) -> None:
         self._engine, self._finish = engine, finish
 
     def embed(
