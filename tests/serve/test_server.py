@@ -30,6 +30,7 @@ def server() -> Iterator[Server]:
     assert server.stop() == 0
     server._reader.join(10)
     assert not [line for line in server.lines if "leaked" in line], "a process has left objects"
+    assert not [line for line in server.lines if "Warning" in line]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The FastAPI app of an API process: its routes, their access control, and its middleware."""
 
 import functools
+import warnings
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -58,6 +59,8 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         redirect_slashes=False,  # a redirect would use the client's Host header
         openapi_url=None,  # a route of our own serves it, to key holders
     )
+    # FastAPI hides this warning while it makes a route, and `OpenBody` is built later.
+    warnings.filterwarnings("ignore", "The 'alias' attribute with value 'body'")
     app.state.context, app.state.batches = context, batches
     config = context.config
     app.router.routes += _routes(config.page, not config.disable_fastapi_docs)

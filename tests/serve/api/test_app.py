@@ -12,10 +12,16 @@ from quire.serve.app import _routes, create_app
 from tests.serve.api.conftest import MakeContext
 
 
-def test_the_api_does_without_torch() -> None:
-    code = "import quire.serve.app, sys; print('torch' in sys.modules)"
+def test_an_api_process_loads_no_torch_and_no_engine_and_builds_no_body() -> None:
+    code = """
+import sys
+import quire.serve.server
+from quire.serve.bodies.protocol import ChatCompletionRequest
+parts = ("torch", "quire.scheduler", "quire.runner", "quire.ops", "quire.engine.loop")
+print([name for name in parts if name in sys.modules], ChatCompletionRequest.__pydantic_complete__)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "[] False"
 
 
 @pytest.mark.parametrize("value", ["mine-1", "a" * 128, "~!{}"])
