@@ -93,12 +93,14 @@ SERVER = Page("server.md", "Server and start", (
         "20 sessions of coding agents and their subagents, with contexts of up to 1,635 tokens. The"
         " pool holds two of the longest contexts, host memory six, and a directory the rest."
         " Reused is the share of the tokens that the client has sent or received before. The aim:"
-        " 99 % of them with the demo model. `hybrid` has layers with states, which have names only"
-        " where blocks of 16 tokens end. A round of a model takes two minutes.",
+        " 99 % of them with the demo model. `hybrid` has layers with states, which are stored only"
+        " where blocks of 16 tokens end: after an answer of few tokens, half of the turns compute"
+        " one block again. A round of a model takes two minutes.",
         "python -m benchmarks.server.reuse",
         (Table(ZEN3 + "reuse.json", {
             "model": "{model}", "reused": "{reuse:.2%}", "computed again":
             "{recomputed_tokens:,.0f} tokens", "in the last block": "{recomputed.in_block:,.0f}",
+            "evicted": "{recomputed.evicted:,.0f}", "costly to load": "{recomputed.costly:,.0f}",
             "from the device": "{from.device:.0%}", "host memory": "{from.host:.0%}", "directory":
             "{from.directory:.0%}", "first token, median": "{ttft_ms.p50:,.0f} ms", "p99":
             "{ttft_ms.p99:,.0f} ms"}),),

@@ -10,11 +10,15 @@ reuse       share of the reusable tokens that came from a cache. Reusable is the
             that a client has sent or received before, generated tokens included
 from        shares of the cached tokens that were on the device, in host memory, in the directory
 recomputed  reusable tokens that were computed: `in_block` in the last block only, since blocks and
-            states end there, and `more` of turns that lost whole blocks
+            states end there, and `more` of turns that lost whole blocks. Of these, `evicted` and
+            `costly` are the tokens that the server reports as evicted, or as cheaper to compute
+            than to load
 load        the machine's average number of runnable threads at the end of a round
 
-`hybrid` has six layers with states and two with attention, and random weights. Its states have
-names only where full blocks end.
+`hybrid` has six layers with states and two with attention, and random weights. A turn leaves two
+states: one at the last end of a block that is at least eight tokens before the end of its prompt,
+and one at the last end of a block in its answer. Most answers have one to three tokens here, so a
+turn often ends after the first and before the second; then its last block is computed again.
 """
 
 import argparse
@@ -28,6 +32,7 @@ from typing import Any
 
 from benchmarks.result_files import Row, columns, options_of, write
 from benchmarks.server.servers import free_port, running
+from quire.base.prefix import COSTLY, EVICTED
 from quire.tools.bench import agents
 from quire.tools.bench.arguments import add_agents_arguments
 from quire.tools.report import benchmark_parser, plain_facts, print_head
@@ -105,6 +110,7 @@ def figures(found: dict[str, Any]) -> Row:
     """Return the figures of one round."""
     tiers = {name: found["cached_tokens_by_tier"].get(tier, 0) for tier, name in TIERS.items()}
     cached = sum(found["cached_tokens_by_tier"].values())
+    reasons = found["recomputed_tokens_by_reason"]
     lost = [max(0, t["reusable_tokens"] - t["cached_tokens"]) for t in found["turns"]]
     in_block = sum(num for num in lost if num < BLOCK_SIZE)
     return {
@@ -116,6 +122,7 @@ def figures(found: dict[str, Any]) -> Row:
         "recomputed_tokens": sum(lost),
         "recomputed.in_block": in_block,
         "recomputed.more": sum(lost) - in_block,
+        **{f"recomputed.{reason}": reasons.get(reason, 0) for reason in (EVICTED, COSTLY)},
         "turns_with_lost_blocks": sum(num >= BLOCK_SIZE for num in lost),
         "ttft_ms.p50": found["ttft_ms"]["p50"],
         "ttft_ms.p99": found["ttft_ms"]["p99"],

@@ -27,6 +27,7 @@ def report(*turns: tuple[int, int]) -> dict[str, Any]:
         "reuse": 0.9,
         "reusable_tokens": sum(able for able, _ in turns),
         "cached_tokens_by_tier": {"device": 30, "store": 10},
+        "recomputed_tokens_by_reason": {"evicted": 4},
         "ttft_ms": {"p50": 20.0, "p99": 50.0},
         "duration_s": 3.0,
     }
@@ -37,6 +38,7 @@ def test_lost_tokens_are_split_at_a_block() -> None:
     assert found["recomputed_tokens"] == 31
     assert found["recomputed.in_block"] == 15 and found["recomputed.more"] == 16
     assert found["turns_with_lost_blocks"] == 1
+    assert (found["recomputed.evicted"], found["recomputed.costly"]) == (4, 0)
     places = [found[f"from.{place}"] for place in ("device", "host", "directory")]
     assert places == [0.75, 0.0, 0.25]
 
@@ -52,7 +54,7 @@ def test_the_page_shows_the_median_round(tmp_path: Path) -> None:
         if table.file.endswith("/reuse.json")
     ]
     lines = lines_of(table, read(tmp_path / "reuse.json"))
-    assert lines[2].startswith("| demo | 90.00% | 7 tokens | 7 | 75% | 0% | 25% | 20 ms |")
+    assert lines[2].startswith("| demo | 90.00% | 7 tokens | 7 | 4 | 0 | 75% | 0% | 25% | 20 ms |")
     assert len(lines) == 2 + len(MODELS) + 1
 
 
