@@ -15,10 +15,11 @@ recomputed  reusable tokens that were computed: `in_block` in the last block onl
             than to load
 load        the machine's average number of runnable threads at the end of a round
 
-`hybrid` has six layers with states and two with attention, and random weights. A turn leaves two
-states: one at the last end of a block that is at least eight tokens before the end of its prompt,
-and one at the last end of a block in its answer. Most answers have one to three tokens here, so a
-turn often ends after the first and before the second; then its last block is computed again.
+`hybrid` has six layers with states and two with attention, and random weights. States are stored
+where blocks end. A turn leaves one at the last block end that is at least eight tokens before the
+end of its prompt. It leaves another at the last block end in its answer. Most answers have one to
+three tokens here. So a turn often ends after the first place and before the second, and the next
+turn computes a block again.
 """
 
 import argparse

@@ -62,8 +62,7 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
     # FastAPI hides this warning while it makes a route, and `OpenBody` is built later.
     warnings.filterwarnings("ignore", "The 'alias' attribute with value 'body'")
     app.state.context, app.state.batches = context, batches
-    config = context.config
-    app.router.routes += _routes(config.page, not config.disable_fastapi_docs)
+    app.router.routes += _routes(context.config.page, not context.config.disable_fastapi_docs)
     install_error_handlers(app)
     _add_middleware(app, context)
     return app
