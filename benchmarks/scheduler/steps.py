@@ -258,7 +258,8 @@ def churn(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[st
             f" {ours.mean(*BOTH):9.3f} {request_us:7.1f}" + compared(ours, theirs),
             flush=True,
         )
-        yield entry("churn", load, ours, theirs) | {"request_us": request_us, "aim_us": AIM_US}
+        found = entry("churn", load, ours, theirs) | {"request_us": request_us, "aim_us": AIM_US}
+        yield found | {"steady_ms": without.median(*BOTH)}
 
 
 def waiting(options: argparse.Namespace, vllm: RunLoad | None) -> Iterator[dict[str, Any]]:
