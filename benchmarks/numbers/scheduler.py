@@ -23,8 +23,8 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
         "Requests that come and go",
         "Microseconds of scheduler time for a request, from its arrival to its end: prompts of 128"
         " tokens, 2 % of the rows end in each step, prefix caching is on. The time is that of such"
-        " a step minus that of a step without arrivals, per request. The aim: 30. This machine runs"
-        " Python at about a quarter of the speed of epyc-zen5-2: the commit of the table above takes"
+        " a step minus that of a step without arrivals, per request. The aim: 30. Python runs at"
+        " about a quarter of the speed of epyc-zen5-2 here: the commit of the table above takes"
         " 335 us per request here, and 80 us there.",
         "python -m benchmarks.scheduler.steps --loads churn",
         (
