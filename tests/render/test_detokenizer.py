@@ -68,7 +68,7 @@ def test_chunks_join_to_the_decoded_text(
 def test_chunks_of_arbitrary_ids_join_to_the_decoded_text(
     family: str, data: st.DataObject, skip: bool
 ) -> None:
-    """Also broken UTF-8, special tokens in the middle and ids outside of the vocabulary."""
+    """The ids include broken UTF-8, special tokens and ids outside of the vocabulary."""
     tok = tokenizer(family)
     ids = data.draw(st.lists(st.integers(0, tok.vocab_size + 3), max_size=30))
     pieces = shown(tok, ids, list(range(60)), SamplingParams(skip_special_tokens=skip))
@@ -81,7 +81,7 @@ def test_chunks_of_arbitrary_ids_join_to_the_decoded_text(
 def test_broken_byte_tokens_are_shown_as_decode_shows_them(
     family: str, data: st.DataObject
 ) -> None:
-    """Also if a run of byte tokens is invalid from its first byte on."""
+    """This holds even if a run of byte tokens is invalid from its first byte on."""
     tok = tokenizer(family)
     lone = [tok.token_id(f"<0x{byte:02X}>") for byte in (0xC3, 0xE4, 0xF0, 0xFF)]
     word = tok.encode("dog", add_special_tokens=False)

@@ -147,7 +147,7 @@ def test_byte_level_ids_equal_those_of_the_directory(
 
 
 def test_file_without_a_pre_tokenizer_gets_the_default_of_llama_cpp(tmp_path: Path) -> None:
-    """It splits off punctuation and groups of three digits."""
+    """The default splits off punctuation and groups of three digits."""
     metadata = byte_level_metadata(directory("byte_level"))
     del metadata["tokenizer.ggml.pre"]
     ours = Tokenizer.from_directory(write_gguf(tmp_path / "model.gguf", metadata))

@@ -68,7 +68,7 @@ def test_templates_refuse_invalid_conversations(case: Case) -> None:
 
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
 def test_golden_ids_decode_to_the_text(case: Case) -> None:
-    """At once and token by token; the number of special tokens is checked as well."""
+    """Decode at once and token by token; check the number of special tokens as well."""
     tok, ids = tokenizer(case.folder), case.token_ids or []
     assert tok.decode(ids) == (case.decoded or case.text)
     stream = open_stream(tok, skip_special_tokens=False, spaces_between_special_tokens=False)

@@ -161,7 +161,7 @@ def test_result_of_a_cancelled_check_is_not_given_to_another() -> None:
 
 @pytest.mark.parametrize("is_started", [True, False])
 def test_starved_process_is_reported_as_busy_not_as_a_grammar_error(is_started: bool) -> None:
-    """It gets no CPU time, before or after it is ready; the next process does the work."""
+    """The process gets no CPU time, before or after it is ready; the next one does the work."""
     grammars = Grammars(replace(CHECKS, answer_s=0.05, start_s=30.0 if is_started else 0.05))
     grammars.prepare()
     [process] = grammars._jobs._idle

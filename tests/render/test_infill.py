@@ -50,7 +50,7 @@ def test_prompts_have_the_tokens_of_their_family(tmp_path: Path, family: object,
 
 @pytest.mark.parametrize("rest", ["", "x", " x", "\n", "\n\n\n", "é世", "return x + 1"])
 def test_suffix_is_tokenized_as_in_the_middle_of_a_text(tmp_path: Path, rest: str) -> None:
-    """For a tokenizer that puts a space before every text."""
+    """The tokenizer puts a space before every text."""
     tok = with_tokens(
         tmp_path, "llama", tuple(vars(FAMILIES[2])[n] for n in ("first", "between", "last"))
     )

@@ -61,7 +61,7 @@ BOUND = json.dumps({"whitespace_pattern": WHITESPACE})
     ],
 )
 def test_whitespace_in_the_schemas_of_a_grammar_is_bounded(text: str, read: str) -> None:
-    """Unless a schema sets its own x-guidance options."""
+    """A schema that sets x-guidance options is unchanged."""
     lark = Lark()
     found = json.loads(lark.text(lark.nested(text)))["grammars"][1]["lark_grammar"]
     assert found == read.replace("BOUND", BOUND)

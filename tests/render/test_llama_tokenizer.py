@@ -1,7 +1,7 @@
-"""Llama tokenizers give the ids of transformers' class, whatever their other files say.
+"""Llama tokenizers give the ids of transformers' class, whatever their other files contain.
 
-Compared with transformers 5. It builds the class's rule for words from tokenizer_config.json. With
-a tokenizer.json it does not read add_bos_token and add_eos_token.
+The reference is transformers 5. It derives the class's rule for words from tokenizer_config.json.
+If there is a tokenizer.json, it does not read add_bos_token and add_eos_token.
 """
 
 import json
@@ -88,7 +88,7 @@ def test_other_classes_use_tokenizer_json_unchanged(
 
 
 def test_byte_level_file_is_not_read_as_a_llama_tokenizer(tmp_path: Path) -> None:
-    """Llama 3's files name the class, too."""
+    """The files of Llama 3 name the Llama class as well."""
     state = json.loads(tiny.byte_level().to_str())
     config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": None}
     config["tokenizer_class"] = "LlamaTokenizerFast"

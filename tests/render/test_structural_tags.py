@@ -87,7 +87,7 @@ def test_structural_tags_accept_only_matching_texts(
 
 
 def test_special_tokens_match_as_tokens_and_not_as_text() -> None:
-    """As delimiters, triggers and constants."""
+    """The tokens are delimiters, triggers and constants."""
     wrapped = tag("\n<|tool|>", ANY, ["\n<|/tool|>!", "."])
     found = grammar(wrapped)
     assert takes(found, with_tokens("\n", "<|tool|>", "x\n", "<|/tool|>", "!"))
@@ -130,7 +130,7 @@ def test_malformed_tags_are_rejected(node: Any, message: str) -> None:
 
 
 def test_tag_with_a_huge_grammar_is_rejected_before_it_is_built() -> None:
-    """It would combine each of 6000 formats with each of 6000 ends."""
+    """The grammar would combine each of 6000 formats with each of 6000 ends."""
     node = tag("<", {"type": "or", "elements": [ANY] * 6000}, ["ab"] * 6000)
     begun = time.process_time()
     with pytest.raises(RequestError, match="use a smaller"):

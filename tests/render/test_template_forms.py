@@ -151,7 +151,7 @@ def test_template_that_reads_only_the_first_part_gets_a_single_part() -> None:
 
 
 def test_parts_of_a_tool_result_are_joined_if_the_template_skips_lists() -> None:
-    """This template writes the call before, but skips a result that is a list of parts."""
+    """The template writes the call, but skips a result that is a list of parts."""
     template = """\
 {%- for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}
 {%- endfor %}{% if m.content is string %}{{ m.content }}{% endif %};{% endfor %}"""

@@ -235,7 +235,7 @@ def test_cancelled_job_does_not_kill_a_starting_process() -> None:
 
 
 def test_death_of_an_idle_process_does_not_fail_the_next_job() -> None:
-    """The kernel may kill it when memory is short; the next job is not at fault."""
+    """The kernel may kill an idle process when memory is short."""
     pool = TemplatePool(max_processes=1)
 
     def end_it() -> None:
@@ -251,7 +251,7 @@ def test_death_of_an_idle_process_does_not_fail_the_next_job() -> None:
 
 
 def test_process_that_does_not_answer_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses no CPU time, so the kernel does not kill it, and the job is not at fault."""
+    """A stopped process uses no CPU time, so no limit ends it, and the job is not at fault."""
     pool = TemplatePool(max_processes=1)
     assert pool.render(job(PLAIN, "Hi")) == "<|user|>Hi"
     [process] = pool._jobs._idle

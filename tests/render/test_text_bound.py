@@ -50,7 +50,7 @@ def test_bound_never_exceeds_the_number_of_tokens(name: str) -> None:
 
 
 def test_bound_of_a_very_long_text_is_high_enough_to_be_useful() -> None:
-    """It depends on the length of the longest token that holds an `a`."""
+    """The bound is at least the text's length divided by three times the longest token."""
     for name, backend in backends().items():
         bound = text_bound(backend)
         assert bound is not None

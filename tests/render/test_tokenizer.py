@@ -49,7 +49,7 @@ def test_ids_and_texts_equal_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
 def test_config_decides_on_bos_and_eos(tmp_path: Path, bos: bool, eos: bool) -> None:
-    """Only without a tokenizer.json, which decides otherwise, as in transformers 5."""
+    """A tokenizer.json overrides these flags of the config, as in transformers 5."""
     flags = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     flags |= {"add_bos_token": bos, "add_eos_token": eos}
     for family in ("byte_level", "llama"):
@@ -90,7 +90,7 @@ def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path) -> None:
 
 
 def test_gpt2_directory_is_read_as_by_transformers(tmp_path: Path) -> None:
-    """It holds vocab.json and merges.txt, but no tokenizer.json."""
+    """The directory holds vocab.json and merges.txt, but no tokenizer.json."""
     backend = byte_level()
     backend.model.save(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))

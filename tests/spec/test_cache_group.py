@@ -60,15 +60,15 @@ def test_prefix_hit_is_the_longest_with_all_blocks_its_next_token_reads(kind: st
         written = [list(table.blocks) for table in sequence.tables]
         kv.states.end_plan()
         lost = [{i for i in range(10) if draws.random() < share} for share in (0.1, 0.4)]
-        for pool, blocks, places in zip(kv.pools, written, lost, strict=True):
-            for i in places:
+        for pool, blocks, indices in zip(kv.pools, written, lost, strict=True):
+            for i in indices:
                 pool.unindex(blocks[i])
 
         def is_a_hit(length: int, span: int = span, lost: list[set[int]] = lost) -> bool:
             reads = tokens_read(FULL, 0, length * SIZE), tokens_read(kind, span, length * SIZE)
             return not any(
-                {token // SIZE for token in read} & places
-                for read, places in zip(reads, lost, strict=True)
+                {token // SIZE for token in read} & indices
+                for read, indices in zip(reads, lost, strict=True)
             )
 
         num_blocks = max(n for n in range(11) if is_a_hit(n))
@@ -105,7 +105,7 @@ def test_block_bytes_by_kind_and_dtype() -> None:
 
 
 def test_memory_shape_by_kind_and_dtype() -> None:
-    """A group of steps has the memory of one layer."""
+    """A STEP group has the memory of one layer."""
     layers = (0, 2, 5)
     full, step = CacheGroup(FULL, layers, 2, 8), CacheGroup(STEP, layers, 2, 8)
     assert full.memory_shape(7, 16, "auto") == (2, 3, 2, 7, 16, 8)

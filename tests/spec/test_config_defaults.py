@@ -7,7 +7,7 @@ import transformers
 
 from quire.spec.config_defaults import DEFAULTS
 
-# Fields that transformers' classes keep elsewhere, or read in their code alone.
+# Fields whose defaults transformers keeps elsewhere, or only in its code.
 ELSEWHERE = {"rope_theta", "sliding_window_pattern", "partial_rotary_factor", "rotary_pct"}
 
 

@@ -49,7 +49,7 @@ def test_formats_are_detected_from_the_template(
 
 
 def test_template_without_marks_gets_the_hermes_format() -> None:
-    """So calls can be forced on any model."""
+    """The default format allows forced calls on any model."""
     usual = AnswerFormat(table.HERMES, None)
     assert detect_format("{{ message.content }}", None) == usual
     assert detect_format(None, None) == usual

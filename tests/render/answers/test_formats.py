@@ -78,7 +78,7 @@ def test_null_arguments_become_an_empty_object(calls: CallFormat, text: str) -> 
 
 @goldens_in_turn
 def test_grammar_accepts_the_golden_answer(golden: Golden, has_tokens: bool) -> None:
-    """In the longest tokens and in random ones, with and without tokens for the marks."""
+    """The answer comes in its longest tokens or in random ones, with or without mark tokens."""
     if not golden.is_written:
         return
     vocabulary = Vocabulary(marks_of(golden.format) if has_tokens else ())
@@ -166,7 +166,7 @@ def test_parser_loses_no_text_but_the_marks(data: st.DataObject) -> None:
                               golden.text, golden.text[: len(golden.text) // 2],
                               golden.text[len(golden.text) // 2 :], '"name": "now"', '"arguments":',
                               '"name": "f"', '"parameters":'])  # fmt: skip
-    plain = st.characters(exclude_categories=["C"])  # the others are escaped in arguments
+    plain = st.characters(exclude_categories=["C"])  # arguments escape control characters
     text = "".join(data.draw(st.lists(pieces | st.text(plain, max_size=3), max_size=12)))
     requested = RequestedAnswer(golden.format, data.draw(st.sampled_from([TOOLS, ()])))
     parts = parsed(requested, [text])
@@ -223,7 +223,7 @@ def test_parsing_time_is_linear_in_each_format(golden: Golden) -> None:
 
 
 def test_reasoning_ends_within_its_token_budget() -> None:
-    """Also where the closing mark is a text and not a token."""
+    """The budget also holds if the closing mark is text and not a token."""
     chance = random.Random(5)
     for form in (table.THINK, *table.REASONING):
         calls = table.HARMONY if form.content_open else table.HERMES

@@ -119,7 +119,7 @@ def test_grammar_enforces_the_thinking_token_budget() -> None:
 
 @pytest.mark.parametrize("name", ["get weather", 'q"', "a{b}", " lead", "tab\tname", "x" * 300])
 def test_tool_names_that_the_parser_cannot_read_are_rejected(name: str) -> None:
-    """Only in formats that write the name as plain text; JSON allows any name."""
+    """Formats that write the name as plain text reject it; JSON allows any name."""
     tool = Tool(name, strict=True)
     for form in (MISTRAL, QWEN3_CODER):
         for choice in ("required", "auto"):

@@ -182,7 +182,7 @@ def test_types_of_a_recursive_schema_are_found() -> None:
 
 
 def test_schema_with_a_huge_grammar_is_rejected_before_it_is_built() -> None:
-    """It would repeat the definitions for each of 4000 references."""
+    """The grammar would repeat the definitions for each of 4000 references."""
     names = {f"d{i}": {"type": "integer"} for i in range(4000)}
     one = requested({f"p{i}": {"$ref": "#/$defs/d0"} for i in range(4000)}, **{"$defs": names})
     begun = time.process_time()

@@ -154,7 +154,7 @@ def test_arguments_stream_as_they_are_written() -> None:
 
 @pytest.mark.parametrize("size", [1, 1000])
 def test_calls_with_lone_surrogates_can_be_sent_as_utf8(size: int) -> None:
-    r"""A model may write \ud800, half of a pair, in JSON."""
+    r"""A model may write \ud800, a lone surrogate, in JSON."""
     for arguments in (r'{"a": "\udfff"}', r'"{\"a\": \"\udfff\"}"', r'"{\"a\": \"\\udfff\"}"'):
         text = rf'<tool_call>{{"name": "\ud800f", "arguments": {arguments}}}</tool_call>'
         begun, given, _ = parsed([text[i : i + size] for i in range(0, len(text), size)])
@@ -190,7 +190,7 @@ def test_parsing_time_is_linear(unit: str, together: bool) -> None:
         return time.process_time() - start
 
     ratios = (cpu_s(3000) / max(cpu_s(375) for _ in range(3)) for _ in range(3))
-    assert any(ratio < 24 for ratio in ratios)  # a busy core may spoil one of them
+    assert any(ratio < 24 for ratio in ratios)  # a busy core may spoil one measurement
 
 
 @pytest.mark.parametrize(

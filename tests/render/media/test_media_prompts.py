@@ -70,7 +70,7 @@ PICTURES = [
 
 
 VIDEO = {"type": "video"}
-NUM_CROPS = 5  # of two of the pictures; the others are too square or too narrow
+NUM_CROPS = 5  # of two pictures; the remaining ones are too square or too narrow
 
 
 def theirs(model_type: str, config: dict[str, Any]) -> Any:
@@ -125,7 +125,7 @@ def test_token_ids_equal_those_of_transformers(
     ours = rendered(renderer)
     assert ours.text == renderer.chat_text(CONVERSATION)
     processor = theirs(model_type, VISION_CONFIGS[model_type] | changes)
-    if changes:  # Gemma3Processor takes these from the call only
+    if changes:  # Gemma3Processor reads these only from the call
         changes = changes | {"pan_and_scan_min_crop_size": 32}
     expected = processor(text=[ours.text], images=PICTURES, add_special_tokens=False, **changes)
     assert ours.token_ids == list(expected["input_ids"][0])

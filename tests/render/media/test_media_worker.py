@@ -1,4 +1,4 @@
-"""Images are decoded in a bounded process, which outlives hostile files."""
+"""Images are decoded in a bounded process, which survives hostile files."""
 
 import struct
 import subprocess

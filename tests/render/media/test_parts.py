@@ -38,7 +38,7 @@ def test_other_parts_are_unchanged() -> None:
     "prompt",
     [MESSAGES, take_media(MESSAGES)[0], {"prompt": "a", "multi_modal_data": {"image": 1}}],
 )
-def test_error_for_media_names_what_does_not_accept_them(prompt: object) -> None:
+def test_error_for_media_names_the_feature_that_rejects_them(prompt: object) -> None:
     with pytest.raises(RequestError, match="a session does not accept images or videos"):
         refuse_media(prompt, "a session")
 
