@@ -14,18 +14,18 @@ from quire.base.settings.config import (
 from quire.base.settings.config import config_from_flat as make
 
 
-def test_flat_names_reach_their_part() -> None:
+def test_flat_names_set_fields_of_their_section() -> None:
     config = make(model="m", block_size=8, max_num_seqs=3, device="cpu")
     assert (config.model.model, config.cache.block_size) == ("m", 8)
     assert (config.scheduler.max_num_seqs, config.device) == (3, "cpu")
 
 
-def test_auto_is_a_number() -> None:
+def test_max_model_len_auto_is_minus_one() -> None:
     for auto in ("auto", -1):
         assert make(max_model_len=auto).model.max_model_len == AUTO_LENGTH == -1
 
 
-def test_unknown_names_are_refused_with_the_known_ones() -> None:
+def test_error_for_an_unknown_name_lists_the_known_names() -> None:
     with pytest.raises(ConfigError, match="blok_size.*block_size"):
         make(blok_size=8)
 
@@ -53,13 +53,13 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         {"device": "tpu"},
     ],
 )
-def test_impossible_values_name_the_setting(settings: dict) -> None:
+def test_error_for_an_invalid_value_names_the_setting(settings: dict) -> None:
     (name,) = settings
     with pytest.raises(ConfigError, match=name):
         make(**settings)
 
 
-def test_every_setting_explains_itself_and_names_are_unique() -> None:
+def test_every_setting_has_a_help_text_and_a_unique_name() -> None:
     names = []
     for config in (*SECTIONS.values(), EngineConfig):
         for item in dataclasses.fields(config):
@@ -70,7 +70,7 @@ def test_every_setting_explains_itself_and_names_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-def test_numbers_of_images() -> None:
+def test_limit_mm_per_prompt_sets_the_number_of_images() -> None:
     for given, number in (
         (None, 16), ("{}", 16), ('{"image": 3, "video": 1}', 3), ('{"image": {"count": 2}}', 2),
         ({"image": 0}, 0),
@@ -81,7 +81,7 @@ def test_numbers_of_images() -> None:
             ServerConfig(limit_mm_per_prompt=wrong)
 
 
-def test_sources_of_images() -> None:
+def test_allowed_sources_of_media_are_normalised_and_checked() -> None:
     config = ServerConfig(allowed_media_domains=("Example.org", " .a.net"), max_media_bytes=3000)
     assert config.allowed_media_domains == ("example.org", ".a.net")
     assert config.max_bytes_with_images == config.max_body_bytes + 4000

@@ -1,4 +1,4 @@
-"""A file that a full disk cuts never takes the place of a whole one."""
+"""A file that a full disk truncates never replaces a complete one."""
 
 import errno
 import os
@@ -12,16 +12,14 @@ from quire.base.files import replace_file, write_all
 NEW = b"a new value that takes more than one write"
 
 
-def test_a_write_that_takes_a_part_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = os.write
     monkeypatch.setattr(durable.os, "write", lambda fd, data: write(fd, bytes(data)[:5]))
     replace_file(tmp_path / "value", NEW, tmp_path / "value.tmp")
     assert (tmp_path / "value").read_bytes() == NEW
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "value").write_bytes(b"old")
     write, room = os.write, [10]
 
@@ -39,7 +37,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "value").read_bytes() == b"old"
 
 
-def test_a_device_that_is_full() -> None:
+def test_write_to_a_full_device_raises_enospc() -> None:
     fd = os.open("/dev/full", os.O_WRONLY)
     try:
         with pytest.raises(OSError) as raised:

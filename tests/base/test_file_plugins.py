@@ -46,13 +46,13 @@ def write(folder: Path, source: str, name: str = "mine") -> str:
     return str(path)
 
 
-def test_names_of_files() -> None:
+def test_file_class_splits_a_name_into_path_and_class() -> None:
     assert file_class("./mine.py:Policy") == (Path("mine.py"), "Policy")
     assert [file_class(n) for n in ("fifo", "mine.py", "pkg:Policy", "shape:x")] == [None] * 4
     assert short_name("a/b.py:Mine") == "Mine" and short_name("hush") == "hush"
 
 
-def test_a_policy_of_a_file_changes_the_order(
+def test_policy_from_a_file_changes_the_order_of_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, EXAMPLES["quire_lifo"][0])
@@ -63,8 +63,8 @@ def test_a_policy_of_a_file_changes_the_order(
     assert len(times) == 4 and times == sorted(times, reverse=True)
 
 
-def test_the_documented_view_of_a_policy_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read each name of the page's table from a sequence and a scheduler that run."""
+def test_attributes_documented_for_policies_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read every attribute in the page's table from a running sequence and scheduler."""
     found = NAME.findall(PAGE.read_text(encoding="utf-8"))
     assert len(found) == 13
     seen: list[object] = []
@@ -92,7 +92,7 @@ def test_the_documented_view_of_a_policy_exists(monkeypatch: pytest.MonkeyPatch)
     assert values["progress.num_tokens_under_way"] == 0
 
 
-def test_a_processor_of_a_file_goes_by_its_class(tmp_path: Path) -> None:
+def test_logits_processor_from_a_file_is_requested_by_its_class_name(tmp_path: Path) -> None:
     name = write(tmp_path, EXAMPLES["quire_hush"][0]) + ":Hush"
     with LLM(str(checkpoint("llama")), **SMALL, logits_processors=[name]) as llm:
         params = SamplingParams(
@@ -107,7 +107,7 @@ def test_a_processor_of_a_file_goes_by_its_class(tmp_path: Path) -> None:
             llm.generate(PROMPTS[:1], other, use_tqdm=False)
 
 
-def test_hooks_and_eviction_of_one_file_share_a_module(tmp_path: Path) -> None:
+def test_plugins_from_one_file_share_a_module(tmp_path: Path) -> None:
     source = (
         "from collections import OrderedDict\n"
         "class Oldest(OrderedDict):\n    pass\n"
@@ -127,7 +127,7 @@ REPEATED = {"prompt_token_ids": [7, 8, 9, 10] * 6}
 
 
 def drafted(config: dict[str, Any] | None) -> tuple[list[int], int]:
-    """Return the tokens after a prompt that repeats itself, and the number of accepted drafts."""
+    """Return the tokens after a repetitive prompt, and the number of accepted draft tokens."""
     settings = SMALL | {"speculative_config": config, "dtype": "float32"}
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, allowed_token_ids=[40])
     with LLM(str(checkpoint("llama")), **settings) as llm:
@@ -136,7 +136,9 @@ def drafted(config: dict[str, Any] | None) -> tuple[list[int], int]:
     return output.outputs[0].token_ids, output.metrics.num_accepted_draft_tokens
 
 
-def test_a_drafter_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_drafter_from_a_file_gets_draft_tokens_accepted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     name = write(tmp_path, EXAMPLES["quire_bigrams"][0]) + ":Bigrams"
     plain, _ = drafted(None)
     tokens, num_accepted = drafted({"method": name, "num_speculative_tokens": 4})
@@ -144,14 +146,14 @@ def test_a_drafter_of_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("body", ["raise ValueError('no')", "return [10 ** 9, -1]", "return 5"])
-def test_a_faulty_drafter_changes_nothing(body: str, tmp_path: Path) -> None:
+def test_faulty_drafter_does_not_change_the_tokens(body: str, tmp_path: Path) -> None:
     source = "class Faulty:\n    def extend(self, token_ids):\n        pass\n"
     source += f"    def propose(self, num):\n        {body}\n"
     config = {"method": write(tmp_path, source) + ":Faulty"}
     assert drafted(config) == (drafted(None)[0], 0)
 
 
-def test_a_drafter_that_is_created_only_once_changes_nothing(tmp_path: Path) -> None:
+def test_drafter_that_fails_in_its_second_init_does_not_change_the_tokens(tmp_path: Path) -> None:
     source = "made = []\nclass Once:\n    def __init__(self):\n"
     source += "        made.append(self)\n        assert len(made) == 1\n"
     source += "    def extend(self, token_ids): pass\n    def propose(self, num): return [1]\n"
@@ -159,7 +161,7 @@ def test_a_drafter_that_is_created_only_once_changes_nothing(tmp_path: Path) -> 
     assert drafted(config) == (drafted(None)[0], 0)
 
 
-def test_a_drafter_without_its_methods(tmp_path: Path) -> None:
+def test_invalid_drafters_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, "class Mine:\n    def extend(self, token_ids): pass\n")
     with pytest.raises(ConfigError, match="has no class 'Other'"):
         config_from_flat(speculative_config={"method": f"{path}:Other"})
@@ -169,8 +171,8 @@ def test_a_drafter_without_its_methods(tmp_path: Path) -> None:
         config_from_flat(speculative_config={"method": "nothing"})
 
 
-def test_a_hit_source_of_a_file(tmp_path: Path) -> None:
-    """Without an index only the source knows the blocks of the prompt before."""
+def test_hit_source_from_a_file_provides_cached_tokens(tmp_path: Path) -> None:
+    """Prefix caching is off, so only the hit source knows the blocks of the previous prompt."""
     name = write(tmp_path, EXAMPLES["quire_last_prompt"][0]) + ":LastPrompt"
     settings = SMALL | {"scheduler_extensions": (name,), "block_size": 4}
     settings["enable_prefix_caching"] = False
@@ -189,7 +191,7 @@ def test_a_hit_source_of_a_file(tmp_path: Path) -> None:
         LLM(str(checkpoint("llama")), **settings, record=str(tmp_path / "recording"))
 
 
-def test_extensions_that_are_none(tmp_path: Path) -> None:
+def test_invalid_scheduler_extensions_are_rejected(tmp_path: Path) -> None:
     source = "class Mine:\n    def enter(self, sequence, now): pass\n"
     source += "from quire.scheduler.core.extension import Extension\n"
     source += "class Wants(Extension):\n    def __init__(self): pass\n"
@@ -209,7 +211,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faulty_files(fault: str, tmp_path: Path) -> None:
+def test_faulty_files_are_rejected(fault: str, tmp_path: Path) -> None:
     source, name, message = FAULTS[fault]
     path = str(tmp_path / "missing.py") if source is None else write(tmp_path, source)
     with pytest.raises(ConfigError, match=message):
@@ -233,7 +235,7 @@ def test_checking_a_file_does_not_run_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [MODELS, IMAGE_PROCESSORS, CONNECTORS, TRANSFERS])
-def test_kinds_that_need_a_package_read_no_files(kind: PluginKind, tmp_path: Path) -> None:
+def test_kinds_that_need_a_package_do_not_load_files(kind: PluginKind, tmp_path: Path) -> None:
     body = "".join(f"    def {name}(self): pass\n" for name in kind.methods)
     name = write(tmp_path, f"class Mine:\n{body}") + ":Mine"
     assert not is_installed(kind, name, ())
@@ -241,7 +243,7 @@ def test_kinds_that_need_a_package_read_no_files(kind: PluginKind, tmp_path: Pat
         load_plugin(kind, name, ())
 
 
-def test_a_models_config_cannot_run_a_file(tmp_path: Path) -> None:
+def test_model_type_in_a_config_cannot_run_a_file(tmp_path: Path) -> None:
     """config.json of a downloaded model may hold any `model_type`."""
     source = f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom torch.nn import Module\n"
     source += "class Mine(Module):\n    def logits(self): pass\n"

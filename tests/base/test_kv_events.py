@@ -9,7 +9,7 @@ from quire.base.settings.config import config_from_flat
 from quire.base.settings.kv_events import KVEventsConfig, is_bound, parse_kv_events, shifted
 
 
-def test_without_it_nothing_is_told() -> None:
+def test_events_are_off_by_default() -> None:
     assert not parse_kv_events(None).is_on
     assert not parse_kv_events("{}").is_on
     assert not parse_kv_events('{"endpoint": "tcp://*:5557"}').is_on
@@ -17,7 +17,7 @@ def test_without_it_nothing_is_told() -> None:
     assert not parse_kv_events(json.dumps(off)).is_on
 
 
-def test_vllms_words_are_taken_and_ours_keep_tokens_in_the_house() -> None:
+def test_vllm_fields_are_accepted_and_token_ids_are_off_by_default() -> None:
     given = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -57,14 +57,14 @@ def test_vllms_words_are_taken_and_ours_keep_tokens_in_the_house() -> None:
         ('{"replay_endpoint": "tcp://router:5558"}', "an address to listen on"),
     ],
 )
-def test_what_nobody_could_mean_is_refused(given: str, named: str) -> None:
+def test_invalid_values_are_rejected(given: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse_kv_events(given)
     with pytest.raises(ConfigError, match=named):
         config_from_flat(kv_events_config=given)
 
 
-def test_who_binds() -> None:
+def test_wildcard_and_local_endpoints_are_bound() -> None:
     for endpoint in (
         "tcp://*:5557", "tcp://[::]:5557", "tcp://127.0.0.1:5557", "tcp://localhost:5557",
         "tcp://[::1]:5557", "ipc:///run/kv", "inproc://kv",

@@ -18,9 +18,9 @@ from quire.base.settings.kv_transfer import (
 DIGEST = bytes(range(32))
 
 
-def test_what_an_answer_says_is_what_the_next_request_means() -> None:
-    told = answer_params(HandedOver(7, DIGEST))
-    assert transfer_of(told) == KVTransfer(waits=True, num_blocks=7, digest=DIGEST)
+def test_params_of_an_answer_are_read_from_the_next_request() -> None:
+    given = answer_params(HandedOver(7, DIGEST))
+    assert transfer_of(given) == KVTransfer(waits=True, num_blocks=7, digest=DIGEST)
     assert transfer_of(answer_params(HandedOver(0, b""))) == KVTransfer(waits=True)
 
 
@@ -33,20 +33,20 @@ def test_what_an_answer_says_is_what_the_next_request_means() -> None:
         (["h"], 1, ""), ("h" * 254, 1, ""), ("h", 10**6, ""),
     ],
 )  # fmt: skip
-def test_a_peer_that_is_named(host: Any, port: Any, peer: str) -> None:
+def test_remote_host_and_port_name_the_peer(host: Any, port: Any, peer: str) -> None:
     given = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
     assert transfer_of(given) == KVTransfer(waits=True, peer=peer)
 
 
-def test_an_answer_names_where_its_blocks_are() -> None:
-    told = answer_params(HandedOver(7, DIGEST, "10.0.0.1:7400"))
-    assert (told["remote_host"], told["remote_port"]) == ("10.0.0.1", 7400)
-    found = transfer_of(told)
+def test_params_of_an_answer_name_the_host_of_its_blocks() -> None:
+    given = answer_params(HandedOver(7, DIGEST, "10.0.0.1:7400"))
+    assert (given["remote_host"], given["remote_port"]) == ("10.0.0.1", 7400)
+    found = transfer_of(given)
     assert found is not None and found.peer == "10.0.0.1:7400"
 
 
 @pytest.mark.parametrize(
-    ("params", "means"),
+    ("params", "expected"),
     [
         (None, None),
         ({}, None),
@@ -54,26 +54,26 @@ def test_an_answer_names_where_its_blocks_are() -> None:
         ({"do_remote_decode": True, "remote_host": "h", "tp_size": 4}, KVTransfer(keeps=True)),
         ({"do_remote_prefill": True}, KVTransfer(waits=True)),
         ({"do_remote_prefill": True, "remote_block_ids": []}, KVTransfer(waits=True)),
-        # Of other engines: they never come.
+        # From other engines: these blocks never arrive.
         ({"do_remote_prefill": True, "remote_block_ids": [1, 2, 3]}, None),
         ({"do_remote_prefill": True, "remote_block_ids": ["xy"], "remote_num_blocks": 1}, None),
         ({"do_remote_prefill": True, "remote_block_ids": ["00"], "remote_num_blocks": 1}, None),
         (answer_params(HandedOver(1, DIGEST)) | {"remote_num_blocks": -1}, None),
     ],
 )
-def test_params(params: Any, means: KVTransfer | None) -> None:
-    assert transfer_of(params) == means
+def test_params_of_requests_are_parsed(params: Any, expected: KVTransfer | None) -> None:
+    assert transfer_of(params) == expected
 
 
 @pytest.mark.parametrize(
     "params", ["x", [1], {"do_remote_decode": 3}, {str(i): 1 for i in range(65)}]
 )
-def test_odd_params_are_refused(params: Any) -> None:
+def test_invalid_params_are_rejected(params: Any) -> None:
     with pytest.raises(RequestError, match="kv_transfer_params"):
         transfer_of(params)
 
 
-def test_settings() -> None:
+def test_kv_transfer_config_is_parsed_and_checked() -> None:
     assert parse_transfer(None).role == BOTH and not parse_transfer(None).needs_store
     found = parse_transfer(
         '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer", "x": 1}'

@@ -9,7 +9,7 @@ from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.base.settings.lora import LoraConfig, LoraModule, is_name, parse_modules
 
 
-def test_as_many_adapters_stay_in_memory_as_are_in_use_unless_set() -> None:
+def test_max_cpu_loras_defaults_to_max_loras() -> None:
     assert LoraConfig(max_loras=3).num_held == 3
     assert LoraConfig(max_loras=3, max_cpu_loras=9).num_held == 9
     assert LoraConfig(max_lora_rank=64).usable_rank == 0
@@ -27,12 +27,12 @@ def test_as_many_adapters_stay_in_memory_as_are_in_use_unless_set() -> None:
         ({"enable_lora": True, "pipeline_parallel_size": 2}, "stages"),
     ],
 )
-def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_flat(**settings)
 
 
-def test_targets_are_ends_of_names_and_experts_need_their_own() -> None:
+def test_targets_match_name_suffixes_and_experts_need_their_own_target() -> None:
     some = LoraConfig(lora_target_modules=("q_proj", "mlp.up_proj"))
     assert some.may_change("model.layers.0.self_attn.q_proj") and some.may_change("q_proj")
     assert some.may_change("layers.0.mlp.up_proj")
@@ -45,12 +45,12 @@ def test_targets_are_ends_of_names_and_experts_need_their_own() -> None:
     assert LoraConfig(lora_target_modules=("experts",)).may_change("layers.0.mlp.experts")
 
 
-def test_names() -> None:
+def test_is_name_checks_names_of_adapters() -> None:
     assert all(map(is_name, ("sql", "org/name:2@v1.0+x", "a" * 128)))
     assert not any(map(is_name, ("", "a b", "a\n", "é" * 129, 3, None)))
 
 
-def test_modules_are_pairs_or_json() -> None:
+def test_lora_modules_are_pairs_or_json() -> None:
     given = ("a=/x=y", '{"name": "b", "path": "/z", "base_model_name": "demo"}')
     assert parse_modules(given) == [LoraModule("a", "/x=y"), LoraModule("b", "/z", "demo")]
     two = '[{"name": "b", "path": "/z"}, {"name": "c", "path": "/z"}]'

@@ -20,7 +20,7 @@ def test_each_part_changes_its_own_digest(name: str) -> None:
     assert differing_parts(str(fingerprint(ONE)), str(fingerprint(other))) == [name]
 
 
-def test_an_adapter_counts_among_the_weights() -> None:
+def test_adapter_changes_the_digest_of_the_weights() -> None:
     name = str(fingerprint(ONE))
     assert fingerprint(with_adapter(ONE, "")) == name and with_adapter({}, "a1") == {}
     one, other = (str(fingerprint(with_adapter(ONE, digest))) for digest in ("a1", "b2"))
@@ -28,6 +28,6 @@ def test_an_adapter_counts_among_the_weights() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "q2", "q1-" + "0" * 50, "fp_44709d6fcb", "q2-1-2-3-4-5-6"])
-def test_other_fingerprints_are_refused(text: str) -> None:
+def test_malformed_fingerprints_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="no fingerprint of numerics"):
         differing_parts(text, str(fingerprint(ONE)))

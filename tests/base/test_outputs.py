@@ -3,7 +3,7 @@
 from quire.base.requests.outputs import RequestMetrics
 
 
-def test_times_by_vllms_names() -> None:
+def test_times_have_the_names_of_vllm() -> None:
     metrics = RequestMetrics(10.0)
     assert (metrics.arrival_time, metrics.first_token_ts, metrics.last_token_ts) == (10, None, None)
     assert metrics.first_token_latency is None

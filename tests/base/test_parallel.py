@@ -1,4 +1,4 @@
-"""Settings of several devices that cannot work together."""
+"""Settings for several devices: conflicting ones are rejected."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ NODES = {"nnodes": 2, "master_addr": "127.0.0.1"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
         (
@@ -37,12 +37,14 @@ NODES = {"nnodes": 2, "master_addr": "127.0.0.1"}
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_numbers(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_conflicting_settings_are_rejected_with_their_values(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         ParallelConfig(**settings)
 
 
-def test_ranks_are_processes_where_they_are_several_or_asked_for() -> None:
+def test_several_ranks_or_an_explicit_backend_need_rank_processes() -> None:
     assert not ParallelConfig().has_rank_processes
     for settings in (RAY, {"distributed_executor_backend": "mp"}, {"pipeline_parallel_size": 2}):
         assert ParallelConfig(**settings).has_rank_processes

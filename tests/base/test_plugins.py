@@ -1,5 +1,5 @@
-"""Policies, attention backends, models and hooks of other packages: the examples of
-docs/extend are installed as they stand there, and served with."""
+"""Plug-ins of other packages: the examples of docs/extend are installed unchanged and used by
+engines and servers."""
 
 import asyncio
 import http.client
@@ -79,16 +79,18 @@ def expected() -> list[list[int]]:
     return served(str(checkpoint("llama")))
 
 
-# ---- one of each, from the document ------------------------------------------------------------
+# ---- the examples of docs/extend ----------------------------------------------------------------
 
 
-def test_the_document_has_one_example_of_each_kind() -> None:
+def test_docs_have_one_example_of_each_kind_of_plugin() -> None:
     groups = [group for _, each in EXAMPLES.values() for group in each["project"]["entry-points"]]
     kinds = [kind.group for kind in KINDS if kind is not TRANSFERS]  # see plugins/nixl_transfer.py
     assert sorted(groups) == sorted(kinds)
 
 
-def test_a_policy_changes_the_order(site: Site, expected: list[list[int]]) -> None:
+def test_scheduling_policy_changes_the_order_of_requests(
+    site: Site, expected: list[list[int]]
+) -> None:
     site.install_example("quire_lifo")
     folder = str(checkpoint("llama"))
     with LLM(folder, **SMALL, max_num_seqs=1, scheduling_policy="lifo") as llm:
@@ -103,8 +105,9 @@ def test_a_policy_changes_the_order(site: Site, expected: list[list[int]]) -> No
 
 
 def cached(**settings: object) -> tuple[list[list[int]], list[int | None]]:
-    """Serve a prompt twice, three short ones, and the first one again, from a pool that has room
-    for one long prompt and one short one; the tokens, and the numbers of cached tokens."""
+    """Return the tokens and the cached token counts of six prompts, served one after the other.
+
+    The pool has room for one long prompt and one short one."""
     few = SMALL | {"max_model_len": 32, "block_size": 4, "max_num_seqs": 1}
     sizes = ((5, 21), (5, 21), (30, 9), (60, 9), (80, 9), (5, 21))
     prompts = [{"prompt_token_ids": [*range(first, first + num)]} for first, num in sizes]
@@ -117,7 +120,7 @@ def cached(**settings: object) -> tuple[list[list[int]], list[int | None]]:
     return tokens(outputs), [output.num_cached_tokens for output in outputs]
 
 
-def test_an_eviction_policy_chooses_what_stays(site: Site) -> None:
+def test_eviction_policy_decides_which_blocks_stay_cached(site: Site) -> None:
     site.install_example("quire_slru")
     expected, by_default = cached()
     assert by_default == [0, 20, 0, 0, 0, 0]
@@ -127,7 +130,7 @@ def test_an_eviction_policy_chooses_what_stays(site: Site) -> None:
         config_from_flat(eviction_policy="oldest")
 
 
-def test_a_block_hash_names_blocks(site: Site) -> None:
+def test_block_hash_plugin_names_blocks_without_changing_tokens(site: Site) -> None:
     site.install_example("quire_sha512")
     prompts, settings = [PROMPTS[0]] * 2, SMALL | {"block_size": 1, "max_num_seqs": 1}
     found = []
@@ -143,27 +146,29 @@ def test_a_block_hash_names_blocks(site: Site) -> None:
         config_from_flat(prefix_caching_hash_algo="xxhash")
 
 
-def test_an_attention_backend_serves(
+def test_attention_backend_plugin_gives_the_same_tokens(
     site: Site, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.install_example("quire_counting")
     counting = importlib.import_module("quire_counting").CountingBackend
     made, make = [], counting.__init__
 
-    def keep(backend: AttentionBackend, layout: KVLayout) -> None:
+    def record_backend(backend: AttentionBackend, layout: KVLayout) -> None:
         made.append(backend)
         make(backend, layout)
 
-    monkeypatch.setattr(counting, "__init__", keep)
+    monkeypatch.setattr(counting, "__init__", record_backend)
     assert served(str(checkpoint("llama")), attention_backend="counting") == expected
     [backend] = made
     assert backend.name == "counting"
     assert backend.num_steps >= 6
-    # Of each request all tokens but the last.
+    # Every token of a request except the last one sampled.
     assert backend.num_tokens == len(PROMPTS) * (4 + 6 - 1)
 
 
-def test_a_model_serves(site: Site, tmp_path: Path, expected: list[list[int]]) -> None:
+def test_model_plugin_gives_the_same_tokens(
+    site: Site, tmp_path: Path, expected: list[list[int]]
+) -> None:
     site.install_example("quire_fable")
     folder = tmp_path / "fable"
     shutil.copytree(checkpoint("llama"), folder)
@@ -173,7 +178,7 @@ def test_a_model_serves(site: Site, tmp_path: Path, expected: list[list[int]]) -
     assert served(str(folder)) == expected
 
 
-def test_formats_of_answers_are_read(site: Site) -> None:
+def test_answer_format_plugins_parse_reasoning_and_tool_calls(site: Site) -> None:
     site.install_example("quire_arrows")
     site.install_example("quire_musing")
     found = detect_format(None, None, "arrows", "musing")
@@ -193,14 +198,14 @@ def test_formats_of_answers_are_read(site: Site) -> None:
         check_names("arrows", "m")
 
 
-def test_a_format_of_another_kind(site: Site) -> None:
+def test_format_plugin_of_the_wrong_type_is_rejected(site: Site) -> None:
     source = "class Odd:\n    def format(self): return 5\n"
     site.install("odd-format", TOOL_FORMATS, "odd", "odd_format:Odd", source)
     with pytest.raises(ConfigError, match="'odd' provides a int; it must be a CallFormat"):
         detect_format(None, None, "odd")
 
 
-def test_hooks_of_a_package(site: Site) -> None:
+def test_hook_plugin_filters_prompts_and_answers(site: Site) -> None:
     site.install_example("quire_manners")
     with LLM("demo", disable_log_stats=True, hooks=["manners"]) as llm:
         question = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -213,13 +218,13 @@ def test_hooks_of_a_package(site: Site) -> None:
         ServerConfig(hooks=("manners", "unheard"))
 
 
-def test_logits_processors_of_a_package(site: Site) -> None:
+def test_logits_processor_plugin_masks_tokens_and_reports_bad_arguments(site: Site) -> None:
     site.install_example("quire_hush")
-    asked = {"name": "hush", "kwargs": {"below": 9}}
+    requested = {"name": "hush", "kwargs": {"below": 9}}
     with LLM("demo", disable_log_stats=True, logits_processors=["hush"]) as llm:
         params = [
             SamplingParams(temperature=1.5, max_tokens=6, ignore_eos=True, logits_processors=[each])
-            for each in (asked, {"name": "hush"}, {"name": "hush", "kwargs": {"below": "x"}})
+            for each in (requested, {"name": "hush"}, {"name": "hush", "kwargs": {"below": "x"}})
         ]
         good, *bad = llm.generate(["Hi"] * 3, params, use_tqdm=False)
     assert len(good.outputs[0].token_ids) == 6 and max(good.outputs[0].token_ids) < 9
@@ -230,7 +235,7 @@ def test_logits_processors_of_a_package(site: Site) -> None:
         config_from_flat(logits_processors=("loud",))
 
 
-def test_a_server_takes_hooks_and_lets_requests_ask_for_logits_processors(site: Site) -> None:
+def test_server_runs_hooks_and_requested_logits_processors(site: Site) -> None:
     site.install_example("quire_manners")
     site.install_example("quire_hush")
     server = Server("--hooks", "manners", "--hook-timeout", "20", "--logits-processors", "hush")
@@ -254,8 +259,8 @@ def check_hooks(server: Server) -> None:
 def check_logits_processors(server: Server) -> None:
     body: dict = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
     body |= {"logprobs": True, "return_token_ids": True, "ignore_eos": True}
-    asked = [{"name": "hush", "kwargs": {"below": 9}}]
-    status, answer = post(server, body | {"logits_processors": asked})
+    requested = [{"name": "hush", "kwargs": {"below": 9}}]
+    status, answer = post(server, body | {"logits_processors": requested})
     assert status == 200, answer
     assert max(answer["choices"][0]["token_ids"]) < 9
     for wrong, reason in (
@@ -277,7 +282,7 @@ def post(server: Server, body: dict) -> tuple[int, dict]:
     return answer.status, json.loads(answer.read())
 
 
-def test_a_hook_that_cannot_be_made_or_has_no_method(site: Site) -> None:
+def test_hooks_that_cannot_be_created_or_have_no_method_are_rejected(site: Site) -> None:
     source = "class Hook:\n    def __init__(self, x): ...\n    def on_output(self, p): ...\n"
     site.install("early", HOOKS, "early", "early_hook:Hook", source)
     with pytest.raises(ConfigError, match="'early' cannot be created: TypeError"):
@@ -288,29 +293,29 @@ def test_a_hook_that_cannot_be_made_or_has_no_method(site: Site) -> None:
         Hooks(["idle"])
 
 
-def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(
+def test_command_line_accepts_plugin_names_and_help_lists_builtin_ones(
     site: Site, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     site.install_example("quire_lifo")
     site.install_example("quire_counting")
     caplog.set_level(logging.INFO, "quire")
     flags = ("--scheduling-policy", "lifo", "--attention-backend", "counting")
-    status, _, said = run(capsys, "generate", "Hi", "--max-tokens", "3", *flags)
-    assert status == 0 and "attention: counting" in caplog.text, said
+    status, _, stderr = run(capsys, "generate", "Hi", "--max-tokens", "3", *flags)
+    assert status == 0 and "attention: counting" in caplog.text, stderr
     shown = run(capsys, "generate", "--help", "all")[1]
     assert "--attention-backend {auto,cpu,torch,reference,triton,triton_64,flashinfer," in shown
     assert "--scheduling-policy {fifo,srtf,two-level,...}" in shown
-    status, _, said = run(capsys, "generate", "Hi", "--scheduling-policy", "lottery")
+    status, _, stderr = run(capsys, "generate", "Hi", "--scheduling-policy", "lottery")
     assert status != 0
-    assert "scheduling_policy must be one of fifo, srtf, two-level" in said
-    assert "lifo (of quire-lifo 1.0), got 'lottery'" in said
+    assert "scheduling_policy must be one of fifo, srtf, two-level" in stderr
+    assert "lifo (of quire-lifo 1.0), got 'lottery'" in stderr
     file = site.folder / "settings.yaml"
     file.write_text("scheduling-policy: lifo\n")
-    status, _, said = run(capsys, "generate", "Hi", "--max-tokens", "1", "--config", str(file))
-    assert status == 0, said
+    status, _, stderr = run(capsys, "generate", "Hi", "--max-tokens", "1", "--config", str(file))
+    assert status == 0, stderr
 
 
-def test_doctor_lists_them(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_lists_installed_plugins(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nplug-ins\n  none\n" in run(capsys, "doctor", "--device", "cpu")[1]
     site.install_example("quire_lifo")
     site.install_example("quire_counting")
@@ -321,15 +326,15 @@ def test_doctor_lists_them(site: Site, capsys: pytest.CaptureFixture[str]) -> No
     assert f"\n  lifo               {both}\n" in shown
 
 
-def test_a_core_in_another_process_finds_them(site: Site, expected: list[list[int]]) -> None:
+def test_core_in_another_process_finds_plugins(site: Site, expected: list[list[int]]) -> None:
     site.install_example("quire_lifo")
     settings = SMALL | {"scheduling_policy": "lifo", "max_num_seqs": 1}
 
     async def program() -> list[list[int]]:
         async with await AsyncLLM.create(str(checkpoint("llama")), **settings) as llm:
-            return await asyncio.gather(*(ask(llm, prompt) for prompt in PROMPTS))
+            return await asyncio.gather(*(token_ids_of(llm, prompt) for prompt in PROMPTS))
 
-    async def ask(llm: AsyncLLM, prompt: dict) -> list[int]:
+    async def token_ids_of(llm: AsyncLLM, prompt: dict) -> list[int]:
         return [o async for o in llm.generate(prompt, GREEDY)][-1].outputs[0].token_ids
 
     assert asyncio.run(program()) == expected
@@ -342,7 +347,7 @@ def test_a_core_in_another_process_finds_them(site: Site, expected: list[list[in
         pytest.param("quire_slru", {"eviction_policy": "slru"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_policy_of_another_package_cannot_be_recorded(
+def test_recording_with_a_policy_of_another_package_is_rejected(
     site: Site, tmp_path: Path, example: str, chosen: dict
 ) -> None:
     site.install_example(example)
@@ -355,10 +360,10 @@ def test_a_policy_of_another_package_cannot_be_recorded(
     assert not (tmp_path / "run").exists()
 
 
-# ---- what can be wrong -------------------------------------------------------------------------
+# ---- errors ------------------------------------------------------------------------------------
 
 
-def test_unknown_names_list_ours_and_theirs(site: Site) -> None:
+def test_unknown_name_errors_list_builtin_and_plugin_names(site: Site) -> None:
     site.install_example("quire_lifo")
     site.install_example("quire_counting")
     site.install_example("quire_fable")
@@ -370,9 +375,9 @@ def test_unknown_names_list_ours_and_theirs(site: Site) -> None:
         model_class("unheard")
 
 
-def test_a_package_that_cannot_be_imported(site: Site) -> None:
+def test_plugin_import_errors_are_reported(site: Site) -> None:
     site.install("broken", POLICIES, "broken", "broken_one:Policy", "import no_such_module\n")
-    assert config_from_flat(scheduling_policy="broken")  # nothing is imported for a check
+    assert config_from_flat(scheduling_policy="broken")  # checking a name imports nothing
     with pytest.raises(ConfigError, match="broken 1.0, broken_one:Policy, cannot be imported: Mod"):
         make_policy("broken")
     site.install("nameless", MODELS, "nameless", "nameless_one:Model", "")
@@ -388,14 +393,16 @@ def test_a_package_that_cannot_be_imported(site: Site) -> None:
         ("class Policy:\n    def push(self, s): ...\n", "it has no peek, "),
     ],
 )
-def test_a_class_of_another_kind(site: Site, source: str, reason: str) -> None:
+def test_policy_plugin_must_be_a_class_with_the_required_methods(
+    site: Site, source: str, reason: str
+) -> None:
     module = f"odd_{abs(len(source))}"
     site.install("odd", POLICIES, "odd", f"{module}:Policy", source)
     with pytest.raises(ConfigError, match=f"odd 1.0.*cannot be used: {reason}"):
         make_policy("odd")
 
 
-def test_policies_of_the_cache_that_are_none(site: Site) -> None:
+def test_invalid_eviction_policies_and_block_hashes_are_rejected(site: Site) -> None:
     site.install("idle", EVICTION_POLICIES, "idle", "idle_one:Idle", "class Idle: ...\n")
     with pytest.raises(ConfigError, match="idle 1.0.*cannot be used: it has no __setitem__, __del"):
         make_eviction("idle")
@@ -407,21 +414,21 @@ def test_policies_of_the_cache_that_are_none(site: Site) -> None:
             make_eviction(name)
 
 
-def test_a_policy_that_cannot_be_made_is_an_error_at_the_start(site: Site) -> None:
+def test_policy_that_cannot_be_created_is_a_config_error(site: Site) -> None:
     source = EXAMPLES["quire_lifo"][0].replace("progress: Progress", "")
     site.install("early", POLICIES, "early", "early_one:Lifo", source)
     with pytest.raises(ConfigError, match="'early' cannot be created: TypeError"):
         make_policy("early")
 
 
-def test_a_model_that_is_no_module(site: Site) -> None:
+def test_model_plugin_must_be_an_nn_module(site: Site) -> None:
     source = "class Model:\n    def forward(self): ...\n    def logits(self): ...\n"
     site.install("plain", MODELS, "plain", "plain_one:Model", source)
     with pytest.raises(ModelError, match="not an nn.Module"):
         model_class("plain")
 
 
-def test_a_backend_that_lacks_the_defaults(site: Site) -> None:
+def test_attention_backend_plugin_must_be_a_subclass(site: Site) -> None:
     names = ("prepare", "write", "run", "copy_blocks", "swap_out", "load")
     source = "class Backend:\n" + "".join(f"    def {name}(self): ...\n" for name in names)
     site.install("bare", ATTENTION_BACKENDS, "bare", "bare_one:Backend", source)
@@ -430,14 +437,14 @@ def test_a_backend_that_lacks_the_defaults(site: Site) -> None:
         make_backend("bare", layout)
 
 
-def test_two_packages_with_one_name_are_both_named(site: Site) -> None:
+def test_error_names_both_packages_that_provide_one_name(site: Site) -> None:
     for package in ("first-lifo", "second-lifo"):
         site.install(package, POLICIES, "lifo", "quire_lifo:Lifo", EXAMPLES["quire_lifo"][0])
     with pytest.raises(ConfigError, match=r"first-lifo 1.0 and second-lifo 1.0 both provide"):
         make_policy("lifo")
 
 
-def test_a_built_in_name_stays_built_in_and_the_claim_is_told(
+def test_builtin_name_wins_over_a_plugin_with_a_warning(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     site.install("usurper", POLICIES, "fifo", "usurper_one:Policy", "raise SystemExit\n")
@@ -449,7 +456,7 @@ def test_a_built_in_name_stays_built_in_and_the_claim_is_told(
     assert "usurper 1.0 provides a scheduling policy 'fifo', which is also built in" in caplog.text
 
 
-def test_what_a_class_must_have_is_what_the_protocols_say() -> None:
+def test_required_methods_match_the_protocols() -> None:
     pairs = ((POLICIES, Policy), (EVICTION_POLICIES, EvictionPolicy), (CONNECTORS, BlockStore))
     for kind, protocol in pairs:
         methods = [
@@ -461,8 +468,8 @@ def test_what_a_class_must_have_is_what_the_protocols_say() -> None:
     assert AttentionBackend.__abstractmethods__ == set(ATTENTION_BACKENDS.methods)
 
 
-def test_built_in_names_do_not_read_entry_points() -> None:
-    """What start-up must not pay for."""
+def test_builtin_names_do_not_read_entry_points() -> None:
+    """Importing importlib.metadata would slow down every start."""
     code = (
         "import sys; from quire.base.settings.config import config_from_flat;"
         "config_from_flat(scheduling_policy='fifo', attention_backend='torch');"

@@ -34,7 +34,7 @@ def request(params: SamplingParams = ONE, **fields: Any) -> Request:
         ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
     ],
 )
-def test_open_prompts_have_one_output(params: dict[str, Any], field: str) -> None:
+def test_open_prompts_must_have_one_output(params: dict[str, Any], field: str) -> None:
     check_open(ONE)
     with pytest.raises(RequestError) as refused:
         check_open(SamplingParams(**params))
@@ -54,14 +54,14 @@ def test_open_prompts_have_one_output(params: dict[str, Any], field: str) -> Non
         {"params": SamplingParams(prompt_logprobs=1)},
     ],
 )
-def test_pins_are_one_whole_prompt(wrong: dict[str, Any]) -> None:
+def test_pins_must_have_one_complete_prompt_and_valid_limits(wrong: dict[str, Any]) -> None:
     pin = request(pin_s=5.0, pin_share=0.5)
     check_pin(pin)
     with pytest.raises(RequestError):
         check_pin(msgspec.structs.replace(pin, **wrong))
 
 
-def test_retained_requests_are_generated_sequences() -> None:
+def test_only_single_generated_sequences_can_be_retained() -> None:
     check_retainable(request(), float(MAX_KEEP_S))
     for keep_s in (-1.0, MAX_KEEP_S + 1.0, float("nan")):
         with pytest.raises(RequestError, match="keep_s must be"):
@@ -75,11 +75,11 @@ def test_retained_requests_are_generated_sequences() -> None:
             check_retainable(request(fork=Fork("a", 0, num_tokens)), 0.0)
 
 
-def test_a_fork_begins_with_the_tokens_of_its_source() -> None:
+def test_fork_must_begin_with_the_tokens_of_its_source() -> None:
     source = RetainedRequest("a", 0, 2, 3, 1, 9.0, "", "", tokens=array("i", [1, 2, 3]).tobytes())
     fork = request(fork=Fork("a", 0, 3))
     assert check_fork(fork, [source]) == 3
-    assert check_fork(fork, []) == 0  # the source is gone, so all is computed
+    assert check_fork(fork, []) == 0  # the source has expired, so every token is computed
     assert check_fork(request(), [source]) == 0
     rewound = msgspec.structs.replace(source, num_tokens=2)
     other = msgspec.structs.replace(source, tokens=array("i", [1, 9, 3]).tobytes())

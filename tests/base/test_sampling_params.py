@@ -19,7 +19,7 @@ def test_defaults_are_vllms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "message"),
     [
         ("n", 0, "n must be"),
         ("n", 16385, "to 16384"),
@@ -72,14 +72,14 @@ def test_defaults_are_vllms() -> None:
         ("logit_bias", {1: float("nan")}, "finite"),
     ],
 )
-def test_bad_values_are_named(name: str, value: object, says: str) -> None:
+def test_invalid_values_are_rejected_by_name(name: str, value: object, message: str) -> None:
     with pytest.raises(RequestError, match=name) as caught:
         SamplingParams(**{name: value})
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert isinstance(caught.value, ValueError)
 
 
-def test_low_temperatures() -> None:
+def test_temperature_zero_is_greedy_and_tiny_temperatures_are_raised() -> None:
     greedy = SamplingParams(temperature=0, top_p=0.5, top_k=7, min_p=0.1)
     assert greedy.is_greedy
     assert (greedy.top_p, greedy.top_k, greedy.min_p) == (1.0, 0, 0.0)
@@ -97,7 +97,7 @@ def test_values_are_normalised() -> None:
     assert params.logit_bias == {7: 100.0}
 
 
-def test_stop_strings_need_text() -> None:
+def test_stop_strings_need_detokenization() -> None:
     with pytest.raises(RequestError, match="detokenize"):
         SamplingParams(stop="x", detokenize=False)
 
@@ -111,7 +111,7 @@ def test_a_clone_is_independent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "says"),
+    ("prompt", "params", "message"),
     [
         ([1], {"n": 5}, "n=5 is more than max_num_seqs=4"),
         ([1], {"n": 2, "best_of": 5}, "best_of=5 is more than max_num_seqs=4"),
@@ -126,10 +126,12 @@ def test_a_clone_is_independent() -> None:
         ([1], {"logit_bias": {100: 1.0}}, "logit_bias"),
     ],
 )
-def test_requests_that_can_never_be_served(prompt: list[int], params: dict, says: str) -> None:
+def test_requests_beyond_the_limits_are_rejected(
+    prompt: list[int], params: dict, message: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         LIMITS.check(Request("r", prompt, SamplingParams(**params), seed=0))
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_requests_at_the_limits_pass() -> None:
@@ -137,7 +139,7 @@ def test_requests_at_the_limits_pass() -> None:
     LIMITS.check(Request("r", [1], SamplingParams(n=4, best_of=4), seed=0))
 
 
-def test_how_many_samples_are_made() -> None:
+def test_n_and_best_of_set_the_number_of_samples() -> None:
     counts = [
         (params.num_samples, params.is_ranked)
         for params in (
@@ -152,7 +154,7 @@ def test_how_many_samples_are_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "says"),
+    ("params", "message"),
     [
         ({"n": 3, "best_of": 2}, "best_of must be None or an integer from n=3"),
         ({"n": 2, "temperature": 0}, "n=2 needs sampling.*Raise temperature, or set n to 1"),
@@ -161,12 +163,12 @@ def test_how_many_samples_are_made() -> None:
         ({"best_of": 2, "output_kind": RequestOutputKind.DELTA}, "best_of=2 needs.*remove best_of"),
     ],
 )
-def test_samples_that_make_no_sense(params: dict, says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_inconsistent_n_and_best_of_are_rejected(params: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         SamplingParams(**params)
 
 
-def test_parameters_changed_afterwards_are_checked_with_the_request() -> None:
+def test_params_changed_after_creation_are_checked_with_the_request() -> None:
     params = SamplingParams(n=1, best_of=2)
     params.output_kind = RequestOutputKind.DELTA
     with pytest.raises(RequestError, match="best_of=2 needs an answer in one piece"):
@@ -174,7 +176,7 @@ def test_parameters_changed_afterwards_are_checked_with_the_request() -> None:
     SamplingParams(n=2, best_of=2, output_kind=RequestOutputKind.DELTA)
 
 
-def test_named_logprobs_stand_beside_the_chosen_one() -> None:
+def test_logprob_token_ids_replace_the_number_of_logprobs() -> None:
     params = SamplingParams(logprob_token_ids=[7, 3, 7], logprobs=2)
     assert (params.logprob_token_ids, params.logprobs) == ([7, 3], 0)
     assert params.clone() == params

@@ -51,13 +51,13 @@ def test_no_text_shows_a_secret(kind: type[Secret]) -> None:
         (f"http://me:{MARKER}%40x@collector", "http://me:***@collector"),
     ],
 )
-def test_addresses(url: str, shown: str) -> None:
+def test_urls_are_shown_without_their_secrets(url: str, shown: str) -> None:
     assert str(SecretUrl(url)) == shown
     assert SecretUrl(url).has_secret == (MARKER in url and not url.startswith("valkey"))
 
 
 def secret_fields(kind: type) -> list[str]:
-    """Fields whose names say that they may hold a secret."""
+    """Return the fields whose names suggest a secret."""
     words = ("key", "password", "secret", "token", "endpoint", "store", "connector", "transfer")
     not_secret = {
         "long_prefill_token_threshold", "max_num_batched_tokens", "tokens_per_minute",
@@ -68,12 +68,12 @@ def secret_fields(kind: type) -> list[str]:
     return [n for n in names if any(word in n for word in words) and n not in not_secret]
 
 
-def test_whatever_sounds_like_a_secret_is_one() -> None:
-    """A new setting has to be declared: `secrecy`, or in the list above."""
+def test_settings_named_like_secrets_are_declared_as_secrets() -> None:
+    """A new setting needs `secrecy`, or an entry in the list above."""
     for kind in (CacheConfig, ServerConfig):
         known = {item.name: item.metadata.get("secrecy") for item in dataclasses.fields(kind)}
-        open_ones = [name for name in secret_fields(kind) if known[name] is None]
-        assert not open_ones, (kind, open_ones)
+        undeclared = [name for name in secret_fields(kind) if known[name] is None]
+        assert not undeclared, (kind, undeclared)
 
 
 def test_a_configuration_shows_no_secret() -> None:

@@ -15,7 +15,7 @@ from quire.base.settings.speculation import (
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("given", "expected"),
     [
         ("{}", Speculation("ngram", 4, 5, 5)),
         ('{"method": "ngram", "num_speculative_tokens": 7}', Speculation("ngram", 7, 5, 5)),
@@ -46,8 +46,8 @@ from quire.base.settings.speculation import (
         ),
     ],
 )
-def test_what_is_left_out(given: Any, meant: Speculation) -> None:
-    assert parse_speculation(given) == meant
+def test_omitted_fields_get_their_defaults(given: Any, expected: Speculation) -> None:
+    assert parse_speculation(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_what_is_left_out(given: Any, meant: Speculation) -> None:
         ('{"method": "suffix", "suffix_decoding_max_spec_factor": NaN}', "negative, got nan"),
     ],
 )
-def test_errors_name_what_is_wrong(given: Any, error: str) -> None:
+def test_errors_name_the_invalid_field(given: Any, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         config_from_flat(speculative_config=given)
 
 
-def test_nothing_is_guessed_by_default() -> None:
+def test_speculation_is_off_by_default() -> None:
     assert parse_speculation(config_from_flat().speculative_config) is None

@@ -1,4 +1,4 @@
-"""The built-in store in Redis, over a socket, against a few commands of its protocol."""
+"""The built-in Redis store, against a small server that implements a few Redis commands."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def address() -> Iterator[str]:
     server.end()
 
 
-def test_what_was_put_is_found_and_read(address: str) -> None:
+def test_stored_blocks_are_found_read_and_removed(address: str) -> None:
     store = make_store(f"redis://{address}/1", 1)
     for i in (1, 2):
         assert store.put(key(i), (sealed(i)[:50], sealed(i)[50:]))
@@ -29,7 +29,7 @@ def test_what_was_put_is_found_and_read(address: str) -> None:
     store.close()
 
 
-def test_a_password_is_not_shown() -> None:
+def test_errors_do_not_show_the_password() -> None:
     store = make_store("redis://me:a-secret@127.0.0.1:1/0", 1)
     with pytest.raises(StoreError, match=r"Redis at 127.0.0.1:1/0") as raised:
         store.find([key(1)])

@@ -1,4 +1,4 @@
-"""Blocks in a bucket, of a server on this machine (moto's). Without it there is nothing to ask."""
+"""The S3 store, against a local moto server; skipped without boto3 and moto."""
 
 import threading
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def store(s3_server: S3Server) -> Iterator[BlockStore]:
     made.close()
 
 
-def test_what_was_put_is_found_and_read(store: BlockStore, s3_server: S3Server) -> None:
+def test_stored_blocks_are_found_read_and_removed(store: BlockStore, s3_server: S3Server) -> None:
     assert store.find([key(1)]) == [False]
     for i in (1, 2):
         assert store.put(key(i), (sealed(i)[:50], sealed(i)[50:]))
@@ -43,7 +43,9 @@ def test_what_was_put_is_found_and_read(store: BlockStore, s3_server: S3Server) 
     assert store.find([key(1), key(2)]) == [False, True]
 
 
-def test_a_workers_orders(store: BlockStore, s3_server: S3Server) -> None:
+def test_store_worker_keeps_finds_and_fetches_blocks(
+    store: BlockStore, s3_server: S3Server
+) -> None:
     memory, answers = Memory(), Answers()
     memory.blocks = {(0, i): contents(i) for i in range(3)}
     worker = StoreWorker(store, FINGERPRINT, memory, answers.give, answers.ring)
@@ -51,7 +53,7 @@ def test_a_workers_orders(store: BlockStore, s3_server: S3Server) -> None:
     kept = answers.take()
     assert isinstance(kept, Kept) and kept.ok == [True] * 3
     [name] = [name for name in s3_server.names() if key(1)[-32:].hex() in name]
-    s3_server.write(name, sealed(2))  # another block's
+    s3_server.write(name, sealed(2))  # the content of another block
     worker.submit(look_up(0, 1, 5))
     looked = answers.take()
     assert isinstance(looked, LookedUp) and looked.found == [True, True, False]
@@ -63,7 +65,7 @@ def test_a_workers_orders(store: BlockStore, s3_server: S3Server) -> None:
     worker.close(5.0)
 
 
-def test_a_bucket_that_is_not_there_is_an_error(s3_server: S3Server) -> None:
+def test_missing_bucket_raises_a_store_error(s3_server: S3Server) -> None:
     store = make_store("s3://nowhere", 1)
     with pytest.raises(StoreError, match="S3 bucket nowhere"):
         store.put(key(1), (sealed(1),))

@@ -1,4 +1,4 @@
-"""Where DRY's repetitions end: the tokens of texts, however they are written."""
+"""Sequence breakers of the DRY penalty: the token ids of their texts."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.render.tiny_tokenizers import tokenizer
 TOK = tokenizer("byte_level")
 
 
-def test_the_last_token_of_each_text_alone_and_behind_a_letter() -> None:
+def test_breakers_are_the_last_tokens_of_texts_alone_or_after_a_letter() -> None:
     params = SamplingParams(dry_sequence_breakers=["\n", "no:"], dry_breaker_token_ids=[3])
     found = breaker_ids(params, TOK)
     for text in ("\n", "a\n", "no:", "ano:"):
@@ -22,7 +22,7 @@ def test_the_last_token_of_each_text_alone_and_behind_a_letter() -> None:
     assert breaker_ids(SamplingParams(dry_sequence_breakers=[]), TOK) == []
 
 
-def test_requests_bring_them_and_the_callers_parameters_stay() -> None:
+def test_breakers_change_the_output_but_not_the_params_of_the_caller() -> None:
     with LLM("demo", disable_log_stats=True) as llm:
         texts = []
         for breakers in (None, [" one", " two", "one", "t"]):
@@ -36,7 +36,7 @@ def test_requests_bring_them_and_the_callers_parameters_stay() -> None:
         assert texts[0] != texts[1]
 
 
-def test_texts_need_a_tokenizer() -> None:
+def test_breaker_texts_need_a_tokenizer() -> None:
     with LLM(str(checkpoint("llama")), disable_log_stats=True) as llm:
         params = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=["x"])
         with pytest.raises(RequestError, match="dry_sequence_breakers=.*needs a tokenizer"):

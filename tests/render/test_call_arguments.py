@@ -1,4 +1,4 @@
-"""Arguments of calls, whole, cut off anywhere, and none at all."""
+"""Arguments of calls: complete, truncated anywhere, or missing."""
 
 import json
 from typing import Any
@@ -39,29 +39,29 @@ WHOLE = {
         ('"', {"INVALID_JSON": '"'}),
     ],
 )
-def test_arguments_as_an_object(given: Any, expected: Any) -> None:
+def test_arguments_become_an_object(given: Any, expected: Any) -> None:
     assert arguments_object(given) == expected
 
 
 @pytest.mark.parametrize("escapes", [True, False])
-def test_arguments_cut_off_anywhere_have_what_is_there(escapes: bool) -> None:
+def test_truncated_arguments_keep_everything_before_the_cut(escapes: bool) -> None:
     text = json.dumps(WHOLE, ensure_ascii=escapes)
     before: dict[str, Any] = {}
     for end in range(1, len(text) + 1):
         found = arguments_object(text[:end])
         assert "INVALID_JSON" not in found, text[:end]
         assert len(found) >= len(before) and str(found).isprintable()
-        str(found).encode()  # no half of a pair
+        str(found).encode()  # no lone surrogate
         before = found
     assert before == WHOLE
 
 
 @pytest.mark.parametrize("given", ["[" * 100_000, '{"a":' * 100_000, '{"a": "' + "\\" * 100_000])
-def test_hostile_arguments_are_no_error(given: str) -> None:
+def test_hostile_arguments_do_not_raise(given: str) -> None:
     assert isinstance(arguments_object(given), dict)
 
 
-def test_arguments_as_text() -> None:
+def test_arguments_become_json_text() -> None:
     assert arguments_text({"a": "ö"}) == '{"a": "ö"}'
     assert arguments_text('{"a":1') == '{"a":1'
     assert [arguments_text(none) for none in (None, "", " ", "null", {})] == ["{}"] * 5

@@ -1,4 +1,4 @@
-"""Chat templates: the formats of four families, compared with transformers; errors in our words.
+"""Chat templates of four families give the texts of transformers; errors name their cause.
 
 Covers `render/templates/conversation.py`.
 """
@@ -68,7 +68,7 @@ def options_of(values: dict[str, Any]) -> ChatOptions:
 
 
 @pytest.mark.parametrize(("family", "template", "messages", "values"), CASES)
-def test_same_as_transformers(
+def test_prompts_equal_those_of_transformers(
     family: str, template: str, messages: list[dict[str, Any]], values: dict[str, Any]
 ) -> None:
     theirs = AutoTokenizer.from_pretrained(directory(family))
@@ -106,13 +106,13 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_golden(name: str) -> None:
+def test_prompts_equal_the_golden_texts(name: str) -> None:
     template, messages, text = GOLDEN[name]
     made = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}).render(messages)
     assert made == text
 
 
-def test_golden_tools() -> None:
+def test_tools_calls_and_results_are_written() -> None:
     text = ChatTemplate(QWEN).render([USER, CALLS, RESULT, RESULT], ChatOptions(tools=TOOLS))
     assert '{"type": "function", "function": {"name": "weather", "description": "It\'s <b>' in text
     call = '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}'
@@ -121,12 +121,12 @@ def test_golden_tools() -> None:
     assert text.endswith(f"<|im_start|>user{response}{response}<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_arguments_as_json_text_and_other_fields() -> None:
+def test_call_arguments_may_be_json_text_and_other_fields_are_kept() -> None:
     call = {"function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
     as_text = {"role": "assistant", "content": None, "tool_calls": [call]}
     template = ChatTemplate(QWEN)
     assert template.render([USER, as_text]) == template.render([USER, CALLS])
-    assert call["function"]["arguments"] == '{"city": "Köln"}'  # the caller's stays as it was
+    assert call["function"]["arguments"] == '{"city": "Köln"}'  # the caller's call is unchanged
     empty = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments }}")
     assert (
         empty.render([{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]) == "{}"
@@ -159,14 +159,14 @@ def test_arguments_as_json_text_and_other_fields() -> None:
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "a\nb"),
     ],
 )
-def test_parts_of_a_content(source: str, written: str) -> None:
-    """A template that goes through the parts gets them; one that does not gets their texts."""
+def test_template_that_loops_over_content_parts_gets_them(source: str, written: str) -> None:
+    """A template that loops over the parts gets them; any other gets their joined texts."""
     source = source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert written in ChatTemplate(source).render([{"role": "user", "content": content}])
 
 
-def test_parts_are_joined_or_handed_on() -> None:
+def test_content_format_forces_parts_or_text() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]
     plain = ChatTemplate("{{ messages[0].content }}")
     assert plain.render(parts) == "a\nb"
@@ -178,7 +178,7 @@ def test_parts_are_joined_or_handed_on() -> None:
         plain.render(parts, ChatOptions(content_format="other"))
 
 
-def test_environment() -> None:
+def test_templates_have_strftime_now_tojson_and_break() -> None:
     now = datetime(2031, 2, 3)
     template = ChatTemplate(
         "{{ strftime_now('%d %b %Y') }}{{ x | tojson(indent=1) }}", now=lambda: now
@@ -203,7 +203,7 @@ def test_environment() -> None:
         ("{% for i in range(20) %}{{ 'x' * 1000000 }}{% endfor %}", "more than"),
     ],
 )
-def test_templates_that_fail(source: str, words: str) -> None:
+def test_failing_templates_raise_request_errors(source: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         ChatTemplate(source).render([USER])
 
@@ -231,23 +231,23 @@ for _ in range(80):
         ([{"role": "user", "content": "x", "extra": DEEP}], "nested"),
     ],
 )
-def test_messages_that_are_wrong(messages: Any, words: str) -> None:
+def test_malformed_messages_are_rejected(messages: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         ChatTemplate(QWEN).render(messages)
 
 
 @pytest.mark.parametrize("tools", [3, [3], [{}], [{"function": {"name": ""}}]])
-def test_tools_that_are_wrong(tools: Any) -> None:
+def test_malformed_tools_are_rejected(tools: Any) -> None:
     with pytest.raises(RequestError, match="tools"):
         ChatTemplate(QWEN).render([USER], ChatOptions(tools=tools))
 
 
-def test_kwargs_that_are_wrong() -> None:
+def test_chat_template_kwargs_must_be_an_object() -> None:
     with pytest.raises(RequestError, match="chat_template_kwargs must be an object"):
         ChatTemplate(QWEN).render([USER], ChatOptions(template_kwargs=[1]))  # type: ignore[arg-type]
 
 
-def test_continue_final_message_errors() -> None:
+def test_final_message_that_cannot_be_continued_is_rejected() -> None:
     template = ChatTemplate(QWEN)
     with pytest.raises(RequestError, match="exclude each other"):
         template.render([USER, REPLY], ChatOptions(True, True))
@@ -257,7 +257,7 @@ def test_continue_final_message_errors() -> None:
         ChatTemplate("fixed").render([USER], ChatOptions(False, True))
 
 
-def test_renderer_takes_every_kind_of_prompt(tmp_path: Path) -> None:
+def test_renderer_accepts_every_kind_of_prompt(tmp_path: Path) -> None:
     write_directory(tmp_path, "byte_level", chat_template=QWEN)
     renderer = Renderer.from_directory(tmp_path)
     assert renderer.tokenizer is not None
@@ -273,7 +273,7 @@ def test_renderer_takes_every_kind_of_prompt(tmp_path: Path) -> None:
             renderer.render_prompt(wrong)
 
 
-def test_which_template_is_used(tmp_path: Path) -> None:
+def test_template_is_chosen_by_name_tools_text_or_file(tmp_path: Path) -> None:
     named = [
         {"name": "default", "template": "usual {{ eos_token }}"},
         {"name": "tool_use", "template": "tools"},
@@ -293,7 +293,7 @@ def test_which_template_is_used(tmp_path: Path) -> None:
         load_template("nowhere.jinja")
 
 
-def test_without_tokenizer_or_template(tmp_path: Path) -> None:
+def test_renderer_without_tokenizer_or_template_rejects_text_or_chats(tmp_path: Path) -> None:
     bare = Renderer.from_directory(tmp_path)
     assert bare.render_prompt([3]) == [3]
     with pytest.raises(RequestError, match="must be token ids"):

@@ -1,5 +1,6 @@
-"""Vocabularies without tokenizer.json give the ids of the packages that they are made for:
-SentencePiece, and tiktoken for its own files and for tekken.json."""
+"""Vocabularies without tokenizer.json give the ids of their own packages.
+
+These are SentencePiece, and tiktoken for its own files and for tekken.json."""
 
 import base64
 import json
@@ -20,7 +21,7 @@ from tests.support.models.reference_checkpoints import write_checkpoint
 
 TEXT = Path(__file__).read_text("utf-8") * 2
 TEXTS = ["", "Hello world", " two  spaces ", "你好 🙂\n\ttab", "it's 12345", "x\n\n\n  y", "naïve"]
-# The rules of Llama 3 and of tekken by which texts are cut into words.
+# The patterns by which Llama 3 and tekken split a text into words.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,7 +35,7 @@ NUM_SPECIAL = 10  # ids of tekken's special tokens, which come first
 
 
 def ranks(num: int) -> dict[bytes, int]:
-    """Every byte, and then random joins of two earlier tokens."""
+    """Return ranks of every byte, followed by random joins of two earlier tokens."""
     draws = random.Random(0)
     found = {bytes([byte]): byte for byte in range(256)}
     letters = [b"%c" % byte for byte in b" abcdefghilnorstuwH"]
@@ -51,7 +52,7 @@ def write_settings(folder: Path, **settings: Any) -> None:
 
 
 def write_sentence_piece(folder: Path, kind: str, **settings: Any) -> Any:
-    """Return the processor of the vocabulary that is written."""
+    """Write a vocabulary and return its SentencePiece processor."""
     plain = {"byte_fallback": True, "normalization_rule_name": "identity"}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()),
@@ -88,7 +89,9 @@ def write_tekken(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("settings", [{}, {"add_bos_token": False, "add_eos_token": True}], ids=str)
-def test_of_sentence_piece(kind: str, settings: dict[str, bool], tmp_path: Path) -> None:
+def test_ids_equal_those_of_sentencepiece(
+    kind: str, settings: dict[str, bool], tmp_path: Path
+) -> None:
     theirs = write_sentence_piece(tmp_path, kind, **settings)
     ours = Tokenizer.from_directory(tmp_path)
     assert ours.vocab_size == theirs.vocab_size()
@@ -103,7 +106,7 @@ def test_of_sentence_piece(kind: str, settings: dict[str, bool], tmp_path: Path)
             assert ours.decode(ids) == theirs.decode(ids)
 
 
-def test_of_tiktoken(tmp_path: Path) -> None:
+def test_ids_equal_those_of_tiktoken(tmp_path: Path) -> None:
     declared = {str(400 + i): {"content": f"<|s{i}|>", "special": True} for i in range(3)}
     settings = {"eos_token": "<|s1|>", "added_tokens_decoder": declared}
     theirs = tiktoken.Encoding("", pat_str=LLAMA3, mergeable_ranks=ranks(400), special_tokens={})
@@ -119,7 +122,7 @@ def test_of_tiktoken(tmp_path: Path) -> None:
         assert ours.encode("a<|s2|>")[-1] == 402
 
 
-def test_of_tekken(tmp_path: Path) -> None:
+def test_ids_of_tekken_equal_those_of_tiktoken(tmp_path: Path) -> None:
     write_tekken(tmp_path)
     ours = Tokenizer.from_directory(tmp_path)
     theirs = tiktoken.Encoding("", pat_str=TEKKEN, mergeable_ranks=ranks(400), special_tokens={})
@@ -132,7 +135,7 @@ def test_of_tekken(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_serves_text_by_one(tmp_path: Path) -> None:
+def test_engine_serves_text_with_a_tekken_tokenizer(tmp_path: Path) -> None:
     write_tekken(tmp_path)
     write_checkpoint(tmp_path, "llama", 410)
     params = SamplingParams(temperature=0, max_tokens=4)
@@ -149,7 +152,7 @@ def test_an_engine_serves_text_by_one(tmp_path: Path) -> None:
         ("transformers", write_tekken),
     ],
 )
-def test_a_missing_package_is_named(
+def test_error_names_the_missing_package(
     package: str, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)
@@ -161,7 +164,7 @@ def test_a_missing_package_is_named(
         Tokenizer.from_directory(tmp_path)
 
 
-def test_what_cannot_be_converted(tmp_path: Path) -> None:
+def test_vocabularies_that_cannot_be_converted_are_rejected(tmp_path: Path) -> None:
     write_tiktoken(tmp_path, auto_map={"AutoTokenizer": ["tokenization.Own", None]})
     with pytest.raises(ModelError, match="auto_map in tokenizer_config.json"):
         Tokenizer.from_directory(tmp_path)

@@ -1,4 +1,4 @@
-"""A long text that is tokenised in parts has the ids of the whole."""
+"""A long text that is tokenised in parts gets the ids of the whole text."""
 
 import random
 from collections.abc import Callable
@@ -24,7 +24,7 @@ PIECES = [
 
 
 def split_at_words(joined: tk.Tokenizer) -> tk.Tokenizer:
-    """Without the tokens of the tiny vocabularies that hold several words."""
+    """Return a tiny tokenizer without the tokens that hold several words."""
     import json
 
     state = json.loads(joined.to_str())
@@ -124,7 +124,9 @@ WHOLE: dict[str, Callable[[], tk.Tokenizer]] = {
 
 
 @pytest.mark.parametrize("name", list(CUT))
-def test_parts_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_of_the_parts_equal_those_of_the_whole_text(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = CUT[name]()
     assert read_cuts(backend) is not None
     for module in (cuts, tokenizer):
@@ -142,7 +144,7 @@ def test_parts_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPa
     assert num_parts > 500
 
 
-def test_a_longer_conversation_is_tokenized_from_its_new_part_on(
+def test_continued_conversation_tokenizes_only_its_new_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = vocabularies.qwen3()
@@ -159,11 +161,11 @@ def test_a_longer_conversation_is_tokenized_from_its_new_part_on(
         text = "".join(turns[:i])
         assert known.encode(text, False) == backend.encode(text, add_special_tokens=False).ids
         assert sum(map(len, tokenized)) <= len(turns[0]) + 3 * cuts.PART_CHARS
-    other = turns[2] + turns[0]  # known parts elsewhere
+    other = turns[2] + turns[0]  # known parts in another order
     assert known.encode(other, False) == backend.encode(other, add_special_tokens=False).ids
 
 
-def test_a_short_turn_tokenizes_little_known_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_new_turn_tokenizes_little_known_text_again(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Tokenizer(vocabularies.qwen3(), TokenizerFiles(tiny.directory("llama")))
     before, now = "the fox jumps over a dog " * 1000, "and a cat " * 10
     known.encode(before)
@@ -175,7 +177,7 @@ def test_a_short_turn_tokenizes_little_known_text_again(monkeypatch: pytest.Monk
     assert sum(map(len, tokenized)) <= 1200 + len(now)
 
 
-def test_known_parts_are_bounded() -> None:
+def test_cache_of_known_parts_is_bounded() -> None:
     parts = KnownParts(max_chars=10)
     parts.add("abcd", [1, 2])
     parts.add("efgh", [3])
@@ -190,11 +192,11 @@ def test_known_parts_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("name", list(WHOLE))
-def test_what_cannot_be_shown_is_not_cut(name: str) -> None:
+def test_tokenizers_without_provably_safe_cuts_have_none(name: str) -> None:
     assert read_cuts(WHOLE[name]()) is None
 
 
-def test_a_text_without_a_place_stays_whole() -> None:
+def test_text_is_split_only_at_safe_cuts() -> None:
     found = read_cuts(tiny.byte_level())
     assert found is not None
     assert found.parts("a" * 1_000_000) == ["a" * 1_000_000]

@@ -1,4 +1,4 @@
-"""Incremental detokenisation equals decoding at once, for any text and any way of cutting it.
+"""Incremental detokenisation equals decoding at once, for any text and any split.
 
 Covers `render/tokens/pieces.py`.
 """
@@ -38,7 +38,7 @@ fast = settings(max_examples=60, deadline=None)
 
 
 def shown(tok: Tokenizer, ids: list[int], cuts: list[int], params: SamplingParams) -> list[str]:
-    """The pieces of text when ids come a few at a time; the last is the flushed rest."""
+    """Return the chunks of text as ids arrive a few at a time; the last chunk is flushed."""
     detokenizer = IncrementalDetokenizer(tok, params)
     edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     pieces = [detokenizer.update(ids[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
@@ -51,7 +51,9 @@ def shown(tok: Tokenizer, ids: list[int], cuts: list[int], params: SamplingParam
 @example(text=" leading", cuts=[1], skip=True)
 @example(text="", cuts=[], skip=True)
 @fast
-def test_pieces_join_to_decoded_text(family: str, text: str, cuts: list[int], skip: bool) -> None:
+def test_chunks_join_to_the_decoded_text(
+    family: str, text: str, cuts: list[int], skip: bool
+) -> None:
     tok = tokenizer(family)
     ids = tok.encode(text)
     pieces = shown(tok, ids, cuts, SamplingParams(skip_special_tokens=skip))
@@ -63,8 +65,10 @@ def test_pieces_join_to_decoded_text(family: str, text: str, cuts: list[int], sk
 @pytest.mark.parametrize("family", ["byte_level", "metaspace"])
 @given(data=st.data(), skip=st.booleans())
 @fast
-def test_any_ids_join_to_decoded_text(family: str, data: st.DataObject, skip: bool) -> None:
-    """Also broken UTF-8, special tokens in the middle and ids outside of the vocabulary."""
+def test_chunks_of_arbitrary_ids_join_to_the_decoded_text(
+    family: str, data: st.DataObject, skip: bool
+) -> None:
+    """The ids include broken UTF-8, special tokens and ids outside of the vocabulary."""
     tok = tokenizer(family)
     ids = data.draw(st.lists(st.integers(0, tok.vocab_size + 3), max_size=30))
     pieces = shown(tok, ids, list(range(60)), SamplingParams(skip_special_tokens=skip))
@@ -74,8 +78,10 @@ def test_any_ids_join_to_decoded_text(family: str, data: st.DataObject, skip: bo
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 @given(data=st.data())
 @fast
-def test_broken_bytes_of_sentencepiece(family: str, data: st.DataObject) -> None:
-    """A run of byte tokens that is broken from its first byte on is as decode shows it."""
+def test_broken_byte_tokens_are_shown_as_decode_shows_them(
+    family: str, data: st.DataObject
+) -> None:
+    """This holds even if a run of byte tokens is invalid from its first byte on."""
     tok = tokenizer(family)
     lone = [tok.token_id(f"<0x{byte:02X}>") for byte in (0xC3, 0xE4, 0xF0, 0xFF)]
     word = tok.encode("dog", add_special_tokens=False)
@@ -85,7 +91,7 @@ def test_broken_bytes_of_sentencepiece(family: str, data: st.DataObject) -> None
     assert "".join(pieces) == tok.decode(ids, skip_special_tokens=True)
 
 
-def test_whole_characters_before_broken_bytes_stay() -> None:
+def test_complete_characters_before_broken_bytes_are_kept() -> None:
     tok = tokenizer("llama")
     ids = [tok.token_id(f"<0x{byte:02X}>") for byte in (0xE4, 0xBD, 0xA0, 0xE4)]
     detokenizer = IncrementalDetokenizer(tok)
@@ -95,22 +101,24 @@ def test_whole_characters_before_broken_bytes_stay() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(text=texts, at=st.integers(0, 60))
 @fast
-def test_text_continues_the_prompt(family: str, text: str, at: int) -> None:
+def test_stream_that_starts_after_a_prompt_continues_its_text(
+    family: str, text: str, at: int
+) -> None:
     tok = tokenizer(family)
     ids = tok.encode(text.replace(BROKEN, ""))
     at %= len(ids) + 1
-    plain, behind_prompt = open_stream(tok), open_stream(tok, ids[:at])
+    plain, after_prompt = open_stream(tok), open_stream(tok, ids[:at])
     for token_id in ids[:at]:
         plain.push(token_id)
     for token_id in ids[at:]:
-        assert behind_prompt.push(token_id) == plain.push(token_id)
-    assert behind_prompt.flush() == plain.flush()
+        assert after_prompt.push(token_id) == plain.push(token_id)
+    assert after_prompt.flush() == plain.flush()
 
 
 @pytest.mark.parametrize("family", ["byte_level", "llama", "metaspace"])
 @given(text=texts)
 @fast
-def test_table_and_window_agree(family: str, text: str) -> None:
+def test_table_and_window_streams_give_the_same_text(family: str, text: str) -> None:
     tok = tokenizer(family)
     assert tok.pieces is not None
     streams = [PieceStream(tok.pieces, frozenset()), WindowStream(tok, frozenset())]
@@ -119,19 +127,18 @@ def test_table_and_window_agree(family: str, text: str) -> None:
     assert table == window
 
 
-def test_window_has_no_table() -> None:
+def test_wordpiece_tokenizer_has_no_table_of_pieces() -> None:
     assert tokenizer("wordpiece").pieces is None
 
 
-def test_window_shows_broken_text_in_the_end() -> None:
-    """A long broken text is not held back for ever."""
+def test_window_stream_does_not_hold_back_broken_text_forever() -> None:
     tok = tokenizer("byte_level")
     half = tok.encode("🙂", add_special_tokens=False)[0]
     stream = WindowStream(tok, frozenset())
     assert "".join(stream.push(half) for _ in range(120)).startswith(BROKEN)
 
 
-def test_added_tokens_without_space_between() -> None:
+def test_spaces_between_special_tokens_can_be_omitted() -> None:
     tok = tokenizer("wordpiece")
     ids = [tok.token_id(token) or 0 for token in ("[A]", "[B]")]
     apart = SamplingParams(skip_special_tokens=False)
@@ -140,7 +147,7 @@ def test_added_tokens_without_space_between() -> None:
     assert IncrementalDetokenizer(tok, together).update(ids) == "[A][B]"
 
 
-def test_leading_space_stays_behind_a_prompt() -> None:
+def test_leading_space_is_kept_after_a_prompt() -> None:
     tok = tokenizer("llama")
     prompt, word = tok.encode("Hello"), tok.encode("world", add_special_tokens=False)
     assert IncrementalDetokenizer(tok).update(word) == "world"

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file gives the ids that the same one gives from a directory."""
+"""A tokenizer gives the same ids from a GGUF file as from its own directory."""
 
 import json
 import random
@@ -32,7 +32,7 @@ ALPHABETS = (
 
 
 def texts(count: int = 400, seed: int = 1) -> list[str]:
-    """Pieces of sentences and of all kinds of characters."""
+    """Return texts of words and of characters of many scripts, at random."""
     numbers = random.Random(seed)
     words = [word for line in CORPUS for word in line.split(" ")]
     found = ["", " ", "  a", "\n", "▁", "a▁b"]
@@ -90,7 +90,7 @@ DEEPSEEK_V3 = [
     "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
 ]
-# What the tokenizer.json of models of these kinds says: pre-tokenizers, normalizer, ignore_merges.
+# From published tokenizer.json files, by kind: pre-tokenizers, normalizer, ignore_merges.
 AS_PUBLISHED: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]] = {
     "gpt-2": ([byte_level(True)], None, False),
     "smollm": ([DIGITS, byte_level(True)], None, False),
@@ -109,7 +109,7 @@ AS_PUBLISHED: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]
 
 
 def published(folder: Path, source: Path, kind: str) -> Path:
-    """A directory with the vocabulary of another one and the rules of a kind."""
+    """Return a directory with the vocabulary of `source` and the rules of a kind."""
     state = json.loads((source / "tokenizer.json").read_text())
     parts, normalizer, ignore_merges = AS_PUBLISHED[kind]
     state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts}
@@ -127,25 +127,27 @@ def vocabulary(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("kind", AS_PUBLISHED)
-def test_bytes_and_merges(tmp_path: Path, vocabulary: Path, kind: str) -> None:
-    """No bos: neither vocabulary has one, whatever the kind would add."""
+def test_byte_level_ids_equal_those_of_the_directory(
+    tmp_path: Path, vocabulary: Path, kind: str
+) -> None:
+    """No kind adds a bos token, since neither vocabulary has one."""
     folder = published(tmp_path / "published", vocabulary, kind)
     path = write_gguf(tmp_path / "model.gguf", byte_level_metadata(folder, kind))
-    ours, wanted = Tokenizer.from_directory(path), Tokenizer.from_directory(folder)
-    assert ours.vocab_size == wanted.vocab_size
-    assert ours.special_ids == wanted.special_ids
-    assert ours.added_tokens == wanted.added_tokens
+    ours, expected = Tokenizer.from_directory(path), Tokenizer.from_directory(folder)
+    assert ours.vocab_size == expected.vocab_size
+    assert ours.special_ids == expected.special_ids
+    assert ours.added_tokens == expected.added_tokens
     for text in [*texts(), "<|im_start|>user\nHi<|im_end|>\n<tool_call>x</tool_call><|im_"]:
         ids = ours.encode(text)
-        assert ids == wanted.encode(text), repr(text)
+        assert ids == expected.encode(text), repr(text)
         for skip in (False, True):
-            assert ours.decode(ids, skip) == wanted.decode(ids, skip)
-        if AS_PUBLISHED[kind][1] is None:  # else characters are composed
+            assert ours.decode(ids, skip) == expected.decode(ids, skip)
+        if AS_PUBLISHED[kind][1] is None:  # NFC composes characters
             assert ours.decode(ids) == text
 
 
-def test_a_file_without_a_rule_has_llama_cpp_s_default(tmp_path: Path) -> None:
-    """Punctuation and digits by threes are cut out."""
+def test_file_without_a_pre_tokenizer_gets_the_default_of_llama_cpp(tmp_path: Path) -> None:
+    """The default splits off punctuation and groups of three digits."""
     metadata = byte_level_metadata(directory("byte_level"))
     del metadata["tokenizer.ggml.pre"]
     ours = Tokenizer.from_directory(write_gguf(tmp_path / "model.gguf", metadata))
@@ -156,34 +158,39 @@ def test_a_file_without_a_rule_has_llama_cpp_s_default(tmp_path: Path) -> None:
     assert ours.encode("".join(parts)) == together
 
 
-def test_special_tokens_template_and_conversation(tmp_path: Path) -> None:
+def test_special_tokens_and_chat_text_equal_those_of_the_directory(tmp_path: Path) -> None:
     demo = resolve_model("demo").directory
     path = write_gguf(tmp_path / "model.gguf", byte_level_metadata(demo, "qwen2"))
     assert has_tokenizer(path)
-    ours, wanted = Renderer.from_directory(path), Renderer.from_directory(demo)
-    assert ours.tokenizer is not None and wanted.tokenizer is not None
-    assert ours.tokenizer.eos_token_id == wanted.tokenizer.eos_token_id == 2
+    ours, expected = Renderer.from_directory(path), Renderer.from_directory(demo)
+    assert ours.tokenizer is not None and expected.tokenizer is not None
+    assert ours.tokenizer.eos_token_id == expected.tokenizer.eos_token_id == 2
     assert ours.tokenizer.bos_token_id is None
-    assert ours.tokenizer.chat_templates == wanted.tokenizer.chat_templates
-    assert ours.chat_text(MESSAGES) == wanted.chat_text(MESSAGES)
+    assert ours.tokenizer.chat_templates == expected.tokenizer.chat_templates
+    assert ours.chat_text(MESSAGES) == expected.chat_text(MESSAGES)
 
 
 @pytest.mark.parametrize(
     ("texts", "ends"),
     [
         (["a", "<|end|>", "<|endoftext|>"], (1, 2)),
-        (["a", "<|end|>", "<|return|>", "<|call|>"], (2, 3)),  # ends one message of several
+        (
+            ["a", "<|end|>", "<|return|>", "<|call|>"],
+            (2, 3),
+        ),  # <|end|> ends a message, not the turn
         (["<|end|>", "<end_of_turn>", "</s>"], (0, 1)),
     ],
 )
-def test_what_ends_a_turn(tmp_path: Path, texts: list[str], ends: tuple[int, ...]) -> None:
+def test_tokens_that_end_a_turn_are_found_by_their_text(
+    tmp_path: Path, texts: list[str], ends: tuple[int, ...]
+) -> None:
     kinds = [3 if text.startswith("<") else 1 for text in texts]
     metadata = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": kinds}
     file = GGUFFile(write_gguf(tmp_path / "model.gguf", metadata))
     assert tuple(gguf_generation(file)["eos_token_id"]) == ends
 
 
-def test_templates_by_name(tmp_path: Path) -> None:
+def test_named_chat_templates_are_read(tmp_path: Path) -> None:
     named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "with"}
     extra = {"tokenizer.chat_template": "usual"} | named
     metadata = byte_level_metadata(directory("byte_level")) | extra
@@ -192,7 +199,7 @@ def test_templates_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags", "wanted"),
+    ("kind", "flags", "expected"),
     [
         ("gpt-2", {}, (False, False)),
         ("llama-bpe", {}, (True, False)),
@@ -200,15 +207,15 @@ def test_templates_by_name(tmp_path: Path) -> None:
         ("gpt-2", {"add_bos_token": True, "add_eos_token": True}, (True, True)),
     ],
 )
-def test_begin_and_end_of_sequence(
-    tmp_path: Path, kind: str, flags: Mapping[str, bool], wanted: tuple[bool, bool]
+def test_bos_and_eos_are_added_by_kind_and_flags(
+    tmp_path: Path, kind: str, flags: Mapping[str, bool], expected: tuple[bool, bool]
 ) -> None:
     ids = {"tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1}
     extra = ids | {f"tokenizer.ggml.{name}": value for name, value in flags.items()}
     metadata = byte_level_metadata(directory("byte_level"), kind) | extra
     ours = Tokenizer.from_directory(write_gguf(tmp_path / "model.gguf", metadata))
     plain = ours.encode("Hello", add_special_tokens=False)
-    before, after = [2] if wanted[0] else [], [1] if wanted[1] else []
+    before, after = [2] if expected[0] else [], [1] if expected[1] else []
     assert ours.encode("Hello") == before + plain + after
     assert (ours.bos_token_id, ours.eos_token_id) == (2, 1)
 
@@ -222,14 +229,14 @@ def test_unused_tokens_are_not_in_the_vocabulary(tmp_path: Path) -> None:
     assert (ours.token(size), ours.decode([size, size + 1])) == (None, "")
 
 
-def test_a_whole_tokenizer_json(tmp_path: Path) -> None:
-    """The demo cuts words in a way of its own, for which GGUF has no name."""
+def test_embedded_tokenizer_json_is_used(tmp_path: Path) -> None:
+    """GGUF has no name for the rule by which the demo splits words."""
     demo = resolve_model("demo").directory
     whole = (demo / "tokenizer.json").read_text()
     path = write_gguf(tmp_path / "model.gguf", {"tokenizer.huggingface.json": whole})
     assert has_tokenizer(path)
-    ours, wanted = Tokenizer.from_directory(path), Tokenizer.from_directory(demo)
-    assert [ours.encode(text) for text in texts()] == [wanted.encode(text) for text in texts()]
+    ours, expected = Tokenizer.from_directory(path), Tokenizer.from_directory(demo)
+    assert [ours.encode(text) for text in texts()] == [expected.encode(text) for text in texts()]
 
 
 # ---- SentencePiece's vocabularies ------------------------------------------------------------
@@ -257,8 +264,10 @@ def sentence_piece_metadata(**extra: Any) -> dict[str, Any]:
 
 
 def merged_greedily(text: str, vocabulary: Mapping[str, int]) -> list[int]:
-    """As SentencePiece and llama.cpp do it: the neighbours whose union scores highest, again and
-    again; then bytes for what is no token."""
+    """Encode a text as SentencePiece and llama.cpp do.
+
+    Merge the neighbours whose union scores highest, until none is a token. Write the other
+    symbols as bytes."""
     symbols = list(text)
     while True:
         unions = [(a + b, i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False))]
@@ -277,7 +286,7 @@ def merged_greedily(text: str, vocabulary: Mapping[str, int]) -> list[int]:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_characters_and_scores(tmp_path: Path, prefix: bool) -> None:
+def test_sentencepiece_ids_follow_the_scores(tmp_path: Path, prefix: bool) -> None:
     metadata = sentence_piece_metadata(add_space_prefix=prefix)
     ours = Tokenizer.from_directory(write_gguf(tmp_path / "model.gguf", metadata))
     vocabulary = pieces()
@@ -290,8 +299,7 @@ def test_characters_and_scores(tmp_path: Path, prefix: bool) -> None:
         assert ours.decode(ids, skip_special_tokens=True) == text.replace("▁", " ")
 
 
-def test_sentence_piece_s_special_tokens(tmp_path: Path) -> None:
-    """Those of Llama 1 and 2 where the file names none."""
+def test_sentencepiece_special_tokens_default_to_those_of_llama_2(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", sentence_piece_metadata())
     ours = Tokenizer.from_directory(path)
     assert (ours.bos_token_id, ours.eos_token_id) == (1, 2)
@@ -305,10 +313,10 @@ def test_sentence_piece_s_special_tokens(tmp_path: Path) -> None:
     assert (ours.bos_token_id, ours.encode("a")[-1]) == (3, 2)
 
 
-# ---- what stands beside it -------------------------------------------------------------------
+# ---- generation defaults and errors ----------------------------------------------------------
 
 
-def test_ends_and_sampling(tmp_path: Path) -> None:
+def test_end_tokens_and_sampling_defaults_are_read(tmp_path: Path) -> None:
     metadata = byte_level_metadata(directory("byte_level")) | {
         "tokenizer.ggml.eot_token_id": 5,
         "general.sampling.temp": 0.5,
@@ -316,7 +324,7 @@ def test_ends_and_sampling(tmp_path: Path) -> None:
     }
     path = write_gguf(tmp_path / "model.gguf", metadata)
     found = read_generation_defaults(path, tokenizer_eos=1)
-    assert found.eos_token_ids == (1, 5, 2)  # <|im_end|>, the file's, <|endoftext|>
+    assert found.eos_token_ids == (1, 5, 2)  # <|im_end|>, the file's eot, <|endoftext|>
     assert found.sampling == {"temperature": 0.5, "top_k": 20}
     assert read_generation_defaults(path, use_sampling=False).sampling == {}
     write_gguf(path, metadata | {"general.sampling.temp": -1.0})
@@ -324,7 +332,7 @@ def test_ends_and_sampling(tmp_path: Path) -> None:
         read_generation_defaults(path)
 
 
-def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+def test_gguf_file_may_lack_a_tokenizer(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"})
     assert not has_tokenizer(path)
     assert Renderer.from_directory(path).tokenizer is None
@@ -343,7 +351,7 @@ def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
         ({"tokenizer.chat_template": 3}, "chat_template must be a text"),
     ],
 )
-def test_tokenizers_that_are_not_supported(
+def test_unsupported_tokenizers_are_rejected(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     metadata = byte_level_metadata(directory("byte_level")) | change

@@ -1,7 +1,7 @@
 """Golden files of four families' chat formats: a conversation in, its text and token ids out.
 
 The texts in golden/<format>/cases.json are written by hand from the formats' descriptions. They are
-held against Quire and, as a check on the files themselves, against transformers.
+compared with Quire and, as a check of the files themselves, with transformers.
 `python -m tests.render.golden.make` shows what a change of template or tokenizer would change.
 """
 
@@ -45,19 +45,19 @@ def check(case: Case, text: str, ids: list[int], by: str) -> None:
 
 
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
-def test_prompt(case: Case) -> None:
+def test_prompts_equal_the_golden_text_and_ids(case: Case) -> None:
     renderer = Renderer(tokenizer(case.folder), now=lambda: case.now)
     rendered = renderer.render(case.messages, case.chat_options, case.template)
     check(case, rendered.text or "", rendered.token_ids, "quire")
 
 
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
-def test_transformers_agrees(case: Case) -> None:
+def test_transformers_gives_the_golden_text_and_ids(case: Case) -> None:
     check(case, *reference(case), "transformers")
 
 
 @pytest.mark.parametrize("case", REFUSALS, ids=str)
-def test_refusal(case: Case) -> None:
+def test_templates_refuse_invalid_conversations(case: Case) -> None:
     renderer = Renderer(tokenizer(case.folder), now=lambda: case.now)
     words = re.escape(case.error or "")
     with pytest.raises(RequestError, match="the chat template refuses .*" + words):
@@ -67,8 +67,8 @@ def test_refusal(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
-def test_ids_give_the_text_back(case: Case) -> None:
-    """At once and one by one; and what counts as special in it."""
+def test_golden_ids_decode_to_the_text(case: Case) -> None:
+    """Decode at once and token by token; check the number of special tokens as well."""
     tok, ids = tokenizer(case.folder), case.token_ids or []
     assert tok.decode(ids) == (case.decoded or case.text)
     stream = open_stream(tok, skip_special_tokens=False, spaces_between_special_tokens=False)
@@ -79,7 +79,7 @@ def test_ids_give_the_text_back(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_extent(name: str) -> None:
+def test_each_format_has_enough_distinct_cases(name: str) -> None:
     cases = read_cases(ROOT / name)
     assert len(cases) >= 8
     assert len({case.name for case in cases}) == len(cases)
@@ -87,7 +87,7 @@ def test_extent(name: str) -> None:
     assert all((case.text is None) != (case.error is None) for case in cases)
 
 
-def test_a_difference_names_the_case_and_shows_it() -> None:
+def test_difference_names_the_case_and_shows_the_lines() -> None:
     case = PROMPTS[0]
     assert not text_difference(case, case.text or "", "quire")
     shown = text_difference(case, (case.text or "").replace("03 Feb", "04 Feb"), "quire")
@@ -96,7 +96,9 @@ def test_a_difference_names_the_case_and_shows_it() -> None:
     assert "- " in ids_difference(case, (case.token_ids or [])[1:], "quire")
 
 
-def test_make_shows_before_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_writes_only_on_request_and_never_a_wrong_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in FORMATS:
         shutil.copytree(ROOT / name, tmp_path / name)
     path = tmp_path / "qwen3" / "cases.json"

@@ -1,6 +1,6 @@
-"""Grammars are checked in a process of their own: what is wrong is said, what explodes is ended.
+"""Grammars are checked in a separate process, which reports errors and has limits.
 
-The processes are real, and so are their limits: this covers `render/grammars/grammar_worker.py`.
+The processes and their limits are real: this covers `render/grammars/grammar_worker.py`.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ def grammar(strict: bool = False, **form: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("form", "says"),
+    ("form", "message"),
     [
         ({"json": {"not": {}}}, r'Unimplemented keys: \["not"\]'),
         ({"json": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}, "oneOf"),
@@ -51,15 +51,19 @@ def grammar(strict: bool = False, **form: Any) -> str:
         ({"grammar": "root ::= " + "(" * 5000}, "too deep"),
     ],
 )
-def test_what_is_wrong_is_said(grammars: Grammars, form: dict[str, Any], says: str) -> None:
-    for check in (grammars.check, lambda *asked: asyncio.run(grammars.check_async(*asked))):
-        with pytest.raises(RequestError, match=says) as raised:
+def test_errors_in_a_grammar_are_reported(
+    grammars: Grammars, form: dict[str, Any], message: str
+) -> None:
+    for check in (grammars.check, lambda *args: asyncio.run(grammars.check_async(*args))):
+        with pytest.raises(RequestError, match=message) as raised:
             check(grammar(strict=True, **form), "response_format")
         assert raised.value.field == "response_format"
         assert "%llguidance" not in str(raised.value)
 
 
-def test_what_is_not_kept_to_is_said(grammars: Grammars, caplog: pytest.LogCaptureFixture) -> None:
+def test_schema_keywords_that_are_not_enforced_give_warnings(
+    grammars: Grammars, caplog: pytest.LogCaptureFixture
+) -> None:
     found = grammars.check(grammar(json={"type": "array", "uniqueItems": True, "contains": {}}))
     assert "uniqueItems" in found.warnings[0] and "contains" in found.warnings[0]
     assert "uniqueItems" in caplog.text
@@ -77,15 +81,17 @@ def test_what_is_not_kept_to_is_said(grammars: Grammars, caplog: pytest.LogCaptu
         ('root ::= e\ne ::= t ("+" t)*\nt ::= [0-9]+ | "(" e ")"', ["1+(2+3)"], ["1+"]),
     ],
 )
-def test_gbnf(grammars: Grammars, text: str, good: list[str], bad: list[str]) -> None:
+def test_gbnf_grammars_accept_only_their_texts(
+    grammars: Grammars, text: str, good: list[str], bad: list[str]
+) -> None:
     found = grammars.check(grammar(grammar=text)).text
     assert all(takes(found, one) for one in good)
     assert not any(takes(found, one) for one in bad)
 
 
-def test_tokens_are_named_by_any_id(grammars: Grammars) -> None:
-    wanted = StructuredOutputsParams(choice=["a<|x|>"])
-    assert grammars.check(grammar_of(wanted, {"<|x|>": 151_667})).text
+def test_large_token_ids_are_accepted_and_impossible_ones_rejected(grammars: Grammars) -> None:
+    params = StructuredOutputsParams(choice=["a<|x|>"])
+    assert grammars.check(grammar_of(params, {"<|x|>": 151_667})).text
     with pytest.raises(RequestError, match="no token"):
         grammars.check("start: <[99999999]>")
 
@@ -97,7 +103,7 @@ EXPLODING = {
     "chain": {"grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(9000))
               + 'r9000 ::= "a"'},
 }  # fmt: skip
-# These look as if they did.
+# Grammars that only look as if they exploded.
 HARMLESS = {
     "bounds": {"regex": "((a{0,1000}b?){0,1000}c?){0,1000}d"},
     "states": {"regex": "(.*a.{30}b.{30}|.*c.{100}d)+x"},
@@ -111,12 +117,12 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", list(HARMLESS))
-def test_what_is_large_and_harmless_passes(grammars: Grammars, name: str) -> None:
+def test_large_harmless_grammars_pass(grammars: Grammars, name: str) -> None:
     assert grammars.check(grammar(**HARMLESS[name])).text
 
 
 @pytest.mark.parametrize("name", slow_but(EXPLODING, "multiples", "chain"))
-def test_what_explodes_is_ended_and_others_go_on(name: str) -> None:
+def test_exploding_grammar_is_stopped_and_other_checks_continue(name: str) -> None:
     grammars = Grammars(replace(CHECKS, cpu_s=0.4))
     grammars.check(grammar(regex="warm"))
 
@@ -131,14 +137,14 @@ def test_what_explodes_is_ended_and_others_go_on(name: str) -> None:
     asyncio.run(both())
 
 
-def test_what_passed_is_remembered(grammars: Grammars) -> None:
+def test_results_of_checks_are_cached(grammars: Grammars) -> None:
     text = grammar(json={"enum": [f"value {i}" for i in range(1000)]})
     first = grammars.check(text)
     assert grammars.check(text) is first
     assert json.loads(json.dumps(first.text)) == text
 
 
-def test_a_cancelled_check_answers_nobody_else() -> None:
+def test_result_of_a_cancelled_check_is_not_given_to_another() -> None:
     grammars = Grammars()
 
     async def go() -> None:
@@ -154,8 +160,8 @@ def test_a_cancelled_check_answers_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("is_started", [True, False])
-def test_a_starved_process_is_not_the_grammars_fault(is_started: bool) -> None:
-    """It gets no processor time, before or after it is ready; the next one does the work."""
+def test_starved_process_is_reported_as_busy_not_as_a_grammar_error(is_started: bool) -> None:
+    """The process gets no CPU time, before or after it is ready; the next one does the work."""
     grammars = Grammars(replace(CHECKS, answer_s=0.05, start_s=30.0 if is_started else 0.05))
     grammars.prepare()
     [process] = grammars._jobs._idle
@@ -171,8 +177,8 @@ def test_a_starved_process_is_not_the_grammars_fault(is_started: bool) -> None:
     assert not isinstance(raised.value, EngineBusy)
 
 
-def test_the_clock_starts_when_the_process_is_ready() -> None:
-    """A slow start costs no check its time."""
+def test_time_limit_starts_when_the_process_is_ready() -> None:
+    """A slow start takes no time from the first check."""
     grammars = Grammars(replace(CHECKS, answer_s=30.0, cpu_s=0.5))
     grammars.prepare()
     [process] = grammars._jobs._idle
@@ -185,7 +191,7 @@ def test_the_clock_starts_when_the_process_is_ready() -> None:
     assert grammars._jobs._idle == [process]
 
 
-def test_who_waits_too_long_for_a_process_is_sent_away() -> None:
+def test_checks_that_wait_too_long_for_a_process_are_rejected() -> None:
     pool = JobPool(replace(CHECKS, wait_s=0.1), max_processes=1)
     pool.run(json.dumps("start: /warm/").encode())
     job = json.dumps(grammar(**EXPLODING["required"])).encode()
@@ -204,8 +210,8 @@ def test_who_waits_too_long_for_a_process_is_sent_away() -> None:
     assert json.loads(pool.run(b'"start: /a/"')) == ["start: /a/", []]
 
 
-def test_the_memory_limit_is_named() -> None:
-    """Python raises an error then, the library aborts: both are said in the same words."""
+def test_error_states_the_memory_limit() -> None:
+    """Python raises an error and the library aborts; the message is the same for both."""
     grammars = Grammars(replace(CHECKS, memory_bytes=4 << 20))
     assert grammars.check(grammar(choice=["yes", "no"])).text
     for name in ("multiples", "properties"):

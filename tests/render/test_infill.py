@@ -1,4 +1,4 @@
-"""Fill in the middle: which models can, and their prompts token by token."""
+"""Fill in the middle: which models support it, and their prompts token by token."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ SENTENCES = ("byte_level", "llama", "gemma", "metaspace")
 
 
 def with_tokens(folder: Path, family: str, names: tuple[str, ...]) -> Tokenizer:
-    """A tokenizer that has these tokens, too, as its last ones."""
+    """Return a tokenizer with these tokens added after its own."""
     write_directory(folder, family)
     path = folder / "tokenizer.json"
     state = json.loads(path.read_text())
@@ -29,7 +29,7 @@ def with_tokens(folder: Path, family: str, names: tuple[str, ...]) -> Tokenizer:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each.first)
 @pytest.mark.parametrize("kind", SENTENCES)
-def test_prompts_of_each_family(tmp_path: Path, family: object, kind: str) -> None:
+def test_prompts_have_the_tokens_of_their_family(tmp_path: Path, family: object, kind: str) -> None:
     first, between, last = family.first, family.between, family.last  # type: ignore[attr-defined]
     names = (last, first, between, "<|other|>", *family.ends[:1])  # type: ignore[attr-defined]
     tok = with_tokens(tmp_path, kind, names)
@@ -49,8 +49,8 @@ def test_prompts_of_each_family(tmp_path: Path, family: object, kind: str) -> No
 
 
 @pytest.mark.parametrize("rest", ["", "x", " x", "\n", "\n\n\n", "é世", "return x + 1"])
-def test_a_suffix_is_what_it_is_in_the_middle(tmp_path: Path, rest: str) -> None:
-    """Of a tokenizer that puts a blank before each text, but for the one that begins with it."""
+def test_suffix_is_tokenized_as_in_the_middle_of_a_text(tmp_path: Path, rest: str) -> None:
+    """The tokenizer puts a space before every text."""
     tok = with_tokens(
         tmp_path, "llama", tuple(vars(FAMILIES[2])[n] for n in ("first", "between", "last"))
     )
@@ -62,6 +62,6 @@ def test_a_suffix_is_what_it_is_in_the_middle(tmp_path: Path, rest: str) -> None
     assert tok.decode(whole) == "a" + rest
 
 
-def test_models_that_do_not() -> None:
+def test_models_without_infill_tokens_do_not_support_it() -> None:
     for kind in (*SENTENCES, "wordpiece"):
         assert Infill.of(tokenizer(kind)) is None

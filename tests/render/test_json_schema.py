@@ -1,4 +1,4 @@
-"""Schemas as they are handed to llguidance: sizes, options, and properties that are closed off."""
+"""Schemas as they are passed to llguidance: size limits, options and closed properties."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def nested(levels: int) -> dict[str, Any]:
     return found
 
 
-def test_the_options_are_ours() -> None:
+def test_options_in_the_schema_of_a_client_are_replaced() -> None:
     given = {"type": "object", "x-guidance": {"lenient": False, "item_separator": ".*"}}
     assert prepared(given, "f")["x-guidance"] == {
         "lenient": True, "whitespace_flexible": True, "whitespace_pattern": WHITESPACE,
@@ -25,12 +25,12 @@ def test_the_options_are_ours() -> None:
     assert compact == {"x-guidance": {"lenient": False, "whitespace_flexible": False}}
 
 
-def test_the_order_of_keys_is_kept() -> None:
+def test_order_of_keys_is_kept() -> None:
     for given in ('{"properties": {"b": {}, "a": {}}}', {"properties": {"b": {}, "a": {}}}):
         assert list(prepared(given, "f", closed=True)["properties"]) == ["b", "a"]
 
 
-def test_closed_schemas() -> None:
+def test_closed_schemas_forbid_additional_properties() -> None:
     given = {
         "properties": {"a": {"properties": {"properties": {"type": "string"}}}, "b": True},
         "items": [{"patternProperties": {}}],
@@ -46,7 +46,7 @@ def test_closed_schemas() -> None:
     assert found["enum"] == [{"properties": {}}]
 
 
-def test_depth_is_bounded_and_circles_end() -> None:
+def test_depth_of_schemas_is_bounded_even_with_cycles() -> None:
     check_size(nested(MAX_DEPTH), "f")
     circle: dict[str, Any] = {}
     circle["a"] = circle
@@ -56,7 +56,7 @@ def test_depth_is_bounded_and_circles_end() -> None:
         assert raised.value.field == "f"
 
 
-def test_size_is_bounded() -> None:
+def test_size_of_schemas_is_bounded() -> None:
     check_size(["x" * (MAX_SCHEMA_CHARS - 2)], "f")
     for value in (["x" * MAX_SCHEMA_CHARS], {"x" * MAX_SCHEMA_CHARS: 1}, [0] * MAX_SCHEMA_CHARS):
         with pytest.raises(RequestError, match="characters"):

@@ -1,6 +1,7 @@
-"""Schemas of the JSON Schema Test Suite, of the keywords that grammars claim: what they take.
+"""Grammars made from the JSON Schema Test Suite accept its valid instances only.
 
-Each instance is written compactly and as Python's json does it. `DEVIATIONS` is all that differs.
+The cases are of the keywords that grammars support. Each instance is written compactly and as by
+Python's json. `DEVIATIONS` lists every difference.
 """
 
 import json
@@ -16,12 +17,12 @@ from tests.support.render.grammar_matching import byte_tokenizer
 
 CASES = json.loads(Path(__file__).with_name("json_schema_suite.json").read_text("utf-8"))[1:]
 
-# (case, text of an instance): why it is wrongly refused, or wrongly taken.
+# (case, text of an instance): why it is wrongly rejected, or wrongly accepted.
 ORDER = "properties have the order of the schema"
 FLOATS = "numbers of a constant, and integers, are written in one way"
-LEAPS = "a day or second that is left out or put in is not told from the others"
-QUOTED = "quoted names and address literals are left out"
-MIXED = "an IPv4 address in an IPv6 address is left out"
+LEAPS = "leap days and leap seconds are not checked"
+QUOTED = "quoted names and address literals are rejected"
+MIXED = "an IPv4 address in an IPv6 address is rejected"
 DEVIATIONS = {
     ("allOf", '{"foo":"baz","bar":2}'): ORDER,
     ("allOf with base schema", '{"foo":"quux","bar":2,"baz":null}'): ORDER,
@@ -59,7 +60,7 @@ DEVIATIONS = {
         )
     },
 }  # fmt: skip
-# (keyword, the beginning of a case): why its schema is refused as a whole.
+# (keyword, the beginning of a case): why its schema is rejected as a whole.
 NO_ANSWER = "Unsatisfiable schema"
 DECIMAL = "Expected positive integer"
 REFUSED = {
@@ -86,7 +87,7 @@ REFUSED = {
         )
     },
 }  # fmt: skip
-# One of several, where they are not certain to exclude each other.
+# oneOf is rejected unless its alternatives certainly exclude each other.
 ONE_OF = "oneOf constraints are not supported"
 
 
@@ -109,7 +110,9 @@ def refusal_of(keyword: str, case: str) -> str | None:
     [case for case in CASES if isinstance(case[2], dict)],
     ids=[f"{case[0]}: {case[1]}" for case in CASES if isinstance(case[2], dict)],
 )
-def test_case(keyword: str, case: str, schema: dict[str, Any], instances: list[Any]) -> None:
+def test_grammar_accepts_only_the_valid_instances(
+    keyword: str, case: str, schema: dict[str, Any], instances: list[Any]
+) -> None:
     grammar = grammar_of(StructuredOutputsParams(json=schema), strict=True)
     matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0)
     reason = refusal_of(keyword, case)

@@ -1,4 +1,4 @@
-"""The grammar in the making: texts, tokens, texts up to an end, grammars of others."""
+"""The grammar builder: literals, tokens, texts up to an end, and nested grammars."""
 
 import json
 import time
@@ -36,11 +36,11 @@ def test_until_ends_at_the_first_end() -> None:
         ('%llguidance {}\nstart: "::="', False),
     ],
 )  # fmt: skip
-def test_notations_are_told_apart(text: str, gbnf: bool) -> None:
+def test_gbnf_is_distinguished_from_lark(text: str, gbnf: bool) -> None:
     assert is_gbnf(text) is gbnf
 
 
-def test_a_regular_expression_ends_where_it_ends() -> None:
+def test_regex_with_an_unpaired_backslash_at_its_end_is_rejected() -> None:
     assert regex(r"a\\") == r"/a\\/"
     with pytest.raises(ValueError, match="backslash"):
         regex("a\\\\\\")
@@ -60,8 +60,8 @@ BOUND = json.dumps({"whitespace_pattern": WHITESPACE})
         ("start: %json [1]", "start: %json [1]"),
     ],
 )
-def test_white_space_in_somebodys_schemas_is_bounded(text: str, read: str) -> None:
-    """Unless they say themselves what it may be."""
+def test_whitespace_in_the_schemas_of_a_grammar_is_bounded(text: str, read: str) -> None:
+    """A schema that sets x-guidance options is unchanged."""
     lark = Lark()
     found = json.loads(lark.text(lark.nested(text)))["grammars"][1]["lark_grammar"]
     assert found == read.replace("BOUND", BOUND)

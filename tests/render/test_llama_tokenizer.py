@@ -1,7 +1,7 @@
-"""Llama tokenizers give the ids of transformers' class, whatever their other files say.
+"""Llama tokenizers give the ids of transformers' class, whatever their other files contain.
 
-Compared with transformers 5. It builds the class's rule for words from tokenizer_config.json. With
-a tokenizer.json it does not read add_bos_token and add_eos_token.
+The reference is transformers 5. It derives the class's rule for words from tokenizer_config.json.
+If there is a tokenizer.json, it does not read add_bos_token and add_eos_token.
 """
 
 import json
@@ -19,7 +19,7 @@ TEXTS = [
     "a<s> b</s> c", "<s> ", "Hello\nx", "<s>\nHello", "x </s> y</s>z", " <s> x",
     "\u2581x <s>\u2581y", "你好 <s> 🙂",
 ]  # fmt: skip
-# What tokenizer.json says: the legacy normaliser, or Metaspace with a scheme.
+# The rule in tokenizer.json: the legacy normaliser, or Metaspace with a scheme.
 RULES = ("legacy", "first", "always", "never")
 # add_prefix_space, legacy, add_bos_token, add_eos_token; None: not in the file
 CONFIGS: list[tuple[bool | None, ...]] = [
@@ -67,7 +67,7 @@ def assert_same(folder: Path, case: object = None) -> None:
 
 @pytest.mark.parametrize("template", [True, False])
 @pytest.mark.parametrize("rule", RULES)
-def test_ids_of_the_llama_class(tmp_path: Path, rule: str, template: bool) -> None:
+def test_ids_equal_those_of_the_llama_class(tmp_path: Path, rule: str, template: bool) -> None:
     state = tokenizer_json(rule, template)
     for values in CONFIGS:
         config = {n: v for n, v in zip(NAMES, values, strict=True) if v is not None}
@@ -77,7 +77,7 @@ def test_ids_of_the_llama_class(tmp_path: Path, rule: str, template: bool) -> No
 
 @pytest.mark.parametrize("model_type", [None, "llama", "mistral"])
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "PreTrainedTokenizerFast", None])
-def test_other_classes_take_the_file_as_it_is(
+def test_other_classes_use_tokenizer_json_unchanged(
     tmp_path: Path, name: str | None, model_type: str | None
 ) -> None:
     """So does a Mistral model that names Llama's class."""
@@ -87,8 +87,8 @@ def test_other_classes_take_the_file_as_it_is(
     assert_same(tmp_path)
 
 
-def test_a_byte_level_file_is_no_llama_tokenizer(tmp_path: Path) -> None:
-    """Llama 3's files name the class, too."""
+def test_byte_level_file_is_not_read_as_a_llama_tokenizer(tmp_path: Path) -> None:
+    """The files of Llama 3 name the Llama class as well."""
     state = json.loads(tiny.byte_level().to_str())
     config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": None}
     config["tokenizer_class"] = "LlamaTokenizerFast"

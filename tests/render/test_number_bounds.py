@@ -36,7 +36,7 @@ def grammar_of(schema: dict[str, Any]) -> str:
         ({"exclusiveMinimum": 10**400, "maximum": 0.5}, [], []),
     ],
 )
-def test_a_whole_exclusive_bound_close_to_the_other(
+def test_integer_exclusive_bound_near_the_other_bound_is_enforced(
     schema: dict[str, Any], outside: list[str], inside: list[str]
 ) -> None:
     grammar = grammar_of({"type": "number"} | schema)
@@ -44,8 +44,8 @@ def test_a_whole_exclusive_bound_close_to_the_other(
     assert all(takes(grammar, text) for text in inside)
 
 
-def test_bounds_that_meet_from_elsewhere() -> None:
-    """Also in a property, beside a definition, and where a constant looks like a schema."""
+def test_bounds_of_several_subschemas_are_combined() -> None:
+    """Constants that look like a schema stay unchanged."""
     part = {"allOf": [{"$ref": "#/$defs/above"}, {"type": "number", "maximum": 3.75}]}
     schema = {
         "$defs": {"above": {"exclusiveMinimum": 3}},
@@ -60,7 +60,7 @@ def test_bounds_that_meet_from_elsewhere() -> None:
 
 
 def random_schema(rng: random.Random) -> tuple[dict[str, Any], list[float]]:
-    """A schema with one bound or two, and what they are."""
+    """Return a schema with one or two bounds, and these bounds."""
     low = rng.choice([*WHOLE, 0.5, 3.75, -3.25, 2.999, 99.9])
     high = round(low + rng.choice(SPANS), 4)
     schema: dict[str, Any] = {"type": rng.choice(["number", "number", "integer"])}
@@ -96,11 +96,11 @@ def check_bounds(seed: int, num_schemas: int) -> None:
     assert num_missed < 0.05 * num_taken  # llguidance refuses some fractions next to a bound
 
 
-def test_random_bounds() -> None:
+def test_random_bounds_are_enforced() -> None:
     check_bounds(1, 50)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 6))
-def test_many_random_bounds(seed: int) -> None:
+def test_many_random_bounds_are_enforced(seed: int) -> None:
     check_bounds(seed, 1000)

@@ -1,4 +1,4 @@
-"""Text in pieces gives the tokens of the whole text, whatever the pieces are."""
+"""Text that arrives in chunks gives the tokens of the whole text, however it is split."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from quire.render.tokens.open_text import OpenText
 from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.tiny_tokenizers import byte_level, tokenizer
 
-# Those whose vocabulary has tokens across words (the tiny llama's and gemma's) are left out.
+# Without the tiny llama and gemma, whose vocabularies have tokens across words.
 NAMES = ("demo", "byte_level", "metaspace", "wordpiece")
 WORDS = (
     "Once", "upon", "a", "time,", "don't", "end.", "\n", "\n\n", " ", "\t", "12", "3.5", "\r\n",
@@ -29,7 +29,7 @@ def named(name: str) -> Tokenizer:
 
 
 def byte_level_directory(folder: Path, config: dict[str, object]) -> Tokenizer:
-    """With vocab.json and merges.txt, so that the config decides on begin and end."""
+    """Write vocab.json and merges.txt only, so that the config decides on bos and eos."""
     byte_level().model.save(str(folder))
     values = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | config
     (folder / "tokenizer_config.json").write_text(json.dumps(values))
@@ -46,7 +46,7 @@ def in_pieces(text: OpenText, whole: str, rng: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_random_texts_in_random_pieces(name: str) -> None:
+def test_random_chunks_give_the_tokens_of_the_whole_text(name: str) -> None:
     rng, known = random.Random(7), named(name)
     for _ in range(500):
         words = [rng.choice(WORDS) + rng.choice((" ", "", "  ")) for _ in range(rng.randint(1, 20))]
@@ -56,7 +56,7 @@ def test_random_texts_in_random_pieces(name: str) -> None:
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
-def test_special_tokens_come_once(tmp_path, bos: bool, eos: bool) -> None:
+def test_bos_and_eos_are_added_once(tmp_path, bos: bool, eos: bool) -> None:
     flags = {"bos_token": "<|im_start|>", "add_bos_token": bos, "add_eos_token": eos}
     known = byte_level_directory(tmp_path, flags)
     rng, whole = random.Random(1), "The quick brown fox jumps over the lazy dog."
@@ -77,7 +77,7 @@ def test_only_the_last_word_is_held_back() -> None:
     assert text.close() == []
 
 
-def test_token_ids_let_go_what_was_held_back(tmp_path) -> None:
+def test_adding_token_ids_releases_the_held_text(tmp_path) -> None:
     flags = {"bos_token": "<|im_start|>", "add_bos_token": True, "add_eos_token": True}
     known = byte_level_directory(tmp_path, flags)
     bos, eos = known.bos_token_id, known.eos_token_id
@@ -90,13 +90,13 @@ def test_token_ids_let_go_what_was_held_back(tmp_path) -> None:
     assert text.close() == []
 
 
-def test_what_is_no_text_is_refused() -> None:
+def test_text_that_is_not_unicode_is_rejected() -> None:
     with pytest.raises(RequestError, match="Unicode"):
         OpenText(named("demo")).add("a\ud800 b")
 
 
-def test_long_runs_are_looked_through_once() -> None:
-    """Minutes, if every place were looked at anew."""
+def test_long_runs_are_scanned_once() -> None:
+    """Scanning again from every position would take minutes."""
     text = OpenText(named("demo"))
     assert text.add(" " * 1_000_000) == []
     assert text.num_held_chars == 1_000_000

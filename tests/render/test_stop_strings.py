@@ -13,7 +13,7 @@ stops = st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=4), min_size=1,
 
 
 def expected(text: str, stops: list[str], include: bool, floor: int = 0) -> tuple[str, str | None]:
-    """The plain definition: the stop string whose end comes first, behind `floor`."""
+    """Return the text up to the stop string that ends first after `floor`, and that string."""
     for end in range(floor + 1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):
@@ -23,7 +23,7 @@ def expected(text: str, stops: list[str], include: bool, floor: int = 0) -> tupl
 
 @given(text=small, stops=stops, include=st.booleans(), sizes=st.lists(st.integers(1, 5)))
 @settings(max_examples=150, deadline=None)
-def test_cut_at_the_first_occurrence(
+def test_text_is_cut_at_the_stop_string_that_ends_first(
     text: str, stops: list[str], include: bool, sizes: list[int]
 ) -> None:
     finder = StopStrings(stops, include)
@@ -44,7 +44,7 @@ def test_cut_at_the_first_occurrence(
 @pytest.mark.parametrize("family", ["byte_level", "llama"])
 @given(text=small, stops=stops, include=st.booleans(), minimum=st.integers(0, 12))
 @settings(max_examples=100, deadline=None)
-def test_tokens_with_stop_strings(
+def test_detokenizer_cuts_at_stop_strings_after_min_tokens(
     family: str, text: str, stops: list[str], include: bool, minimum: int
 ) -> None:
     tok = tokenizer(family)
@@ -63,7 +63,7 @@ def test_tokens_with_stop_strings(
         assert detokenizer.num_tokens == len(ids)
 
 
-def test_tokens_behind_a_stop_string_do_not_count() -> None:
+def test_tokens_after_a_stop_string_do_not_count() -> None:
     tok = tokenizer("byte_level")
     ids = tok.encode("one STOP two")
     detokenizer = IncrementalDetokenizer(tok, SamplingParams(stop=" STOP"))

@@ -1,4 +1,4 @@
-"""Structural tags in both notations: which texts they take."""
+"""Structural tags in both notations: which texts they accept."""
 
 import json
 import time
@@ -78,14 +78,16 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("node", "good", "bad"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_what_a_tag_takes(node: Any, good: list[str], bad: list[str]) -> None:
+def test_structural_tags_accept_only_matching_texts(
+    node: Any, good: list[str], bad: list[str]
+) -> None:
     found = grammar(node)
     assert [text for text in good if not takes(found, text)] == []
     assert [text for text in bad if takes(found, text)] == []
 
 
-def test_tokens_are_tokens() -> None:
-    """As delimiters, triggers and constants; their texts do not do."""
+def test_special_tokens_match_as_tokens_and_not_as_text() -> None:
+    """The tokens are delimiters, triggers and constants."""
     wrapped = tag("\n<|tool|>", ANY, ["\n<|/tool|>!", "."])
     found = grammar(wrapped)
     assert takes(found, with_tokens("\n", "<|tool|>", "x\n", "<|/tool|>", "!"))
@@ -99,7 +101,7 @@ def test_tokens_are_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "says"),
+    ("node", "message"),
     [
         ({"type": "token"}, "'token' is not supported"),
         ({"type": "json_schema"}, "json_schema needs json_schema, an object"),
@@ -121,14 +123,14 @@ def test_tokens_are_tokens() -> None:
         ({"structures": 5, "triggers": ["<f"]}, "structures, a list"),
     ],
 )
-def test_what_is_no_tag(node: Any, says: str) -> None:
-    with pytest.raises(RequestError, match=says) as raised:
+def test_malformed_tags_are_rejected(node: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as raised:
         grammar(node)
     assert raised.value.field == "structured_outputs"
 
 
-def test_what_would_make_a_long_grammar_is_refused_before_it_is_made() -> None:
-    """Each of many formats would be written together with each of many ends."""
+def test_tag_with_a_huge_grammar_is_rejected_before_it_is_built() -> None:
+    """The grammar would combine each of 6000 formats with each of 6000 ends."""
     node = tag("<", {"type": "or", "elements": [ANY] * 6000}, ["ab"] * 6000)
     begun = time.process_time()
     with pytest.raises(RequestError, match="use a smaller"):

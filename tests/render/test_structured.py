@@ -1,4 +1,4 @@
-"""Each form of an answer as a grammar: what it takes and what it does not, and what is refused."""
+"""Each kind of constraint as a grammar: the texts it accepts, and the constraints it rejects."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ def grammar(**form: Any) -> str:
 
 
 @pytest.mark.parametrize("schema", [PERSON, json.dumps(PERSON)], ids=["object", "text"])
-def test_json(schema: Any) -> None:
+def test_json_schema_accepts_only_its_instances(schema: Any) -> None:
     found = grammar(json=schema)
     for text in (
         '{"name":"A","age":3}', json.dumps({"name": "A", "age": 3}), '{"name":"A","age":3,"x":[]}',
@@ -37,7 +37,7 @@ def test_json(schema: Any) -> None:
         assert not takes(found, text)
 
 
-def test_white_space_of_json() -> None:
+def test_whitespace_of_json_follows_the_options() -> None:
     compact = grammar(json=PERSON, disable_any_whitespace=True)
     assert takes(compact, '{"name":"A","age":3}')
     assert not takes(compact, '{"name": "A","age":3}')
@@ -47,16 +47,16 @@ def test_white_space_of_json() -> None:
     assert not takes(own, '{"name": "A","age":3}')
 
 
-def test_no_properties_but_those_named() -> None:
+def test_additional_properties_can_be_disabled() -> None:
     schema = {"$defs": {"p": PERSON}, "anyOf": [{"$ref": "#/$defs/p"}, {"type": "array"}]}
     found = grammar(json=schema, disable_additional_properties=True)
     assert takes(found, '{"name":"A","age":3}')
     assert not takes(found, '{"name":"A","age":3,"x":1}')
     assert takes(grammar(json=schema), '{"name":"A","age":3,"x":1}')
-    assert "additionalProperties" not in PERSON  # the caller's own is as it was
+    assert "additionalProperties" not in PERSON  # the caller's schema is unchanged
 
 
-def test_json_object() -> None:
+def test_json_object_accepts_only_objects() -> None:
     found = grammar(json_object=True)
     assert takes(found, '{"a": [1, {"b": null}]}')
     assert not takes(found, "[1]")
@@ -76,13 +76,13 @@ def test_json_object() -> None:
         ("é|\u2028", ["é", "\u2028"], ["e"]),
     ],
 )
-def test_regex(pattern: str, good: list[str], bad: list[str]) -> None:
+def test_regex_accepts_only_full_matches(pattern: str, good: list[str], bad: list[str]) -> None:
     found = grammar(regex=pattern)
     assert all(takes(found, text) for text in good)
     assert not any(takes(found, text) for text in bad)
 
 
-def test_choice() -> None:
+def test_choice_accepts_only_its_texts() -> None:
     words = ["a", "ab", 'say "hi"\n', "é\0", "c <|tool|>!"]
     found = grammar(choice=words)
     assert all(takes(found, text) for text in words)
@@ -90,24 +90,24 @@ def test_choice() -> None:
     assert not any(takes(found, text) for text in ("", "b", "aba"))
 
 
-def test_lark_of_the_user() -> None:
-    """It has a start, names and white space of its own, which are not those around it."""
+def test_lark_grammar_of_a_client_can_be_nested() -> None:
+    """Its start rule, names and whitespace stay apart from those of the outer grammar."""
     text = """
         start: rule_1 ("," rule_1)* <|tool|>  // <|tool|> said in passing
         rule_1: "<|tool|>" | /[0-9]+/
         %ignore / +/
     """
-    wanted = StructuredOutputsParams(grammar=text)
-    assert takes(grammar_of(wanted, ADDED), with_tokens("1, 22 ,3", "<|tool|>"))
+    params = StructuredOutputsParams(grammar=text)
+    assert takes(grammar_of(params, ADDED), with_tokens("1, 22 ,3", "<|tool|>"))
     lark = Lark(ADDED)
-    rule = content_rule(lark, wanted)
+    rule = content_rule(lark, params)
     found = lark.text(f'{lark.rule(lark.literal("<"))} {rule} ">"')
     assert takes(found, with_tokens("<1, 2", "<|tool|>", ">"))
     assert not takes(found, with_tokens(" <1, 2", "<|tool|>", ">"))
     assert not takes(found, with_tokens("<1, 2<|tool|>>"))
 
 
-def test_sizes_and_depths_are_bounded() -> None:
+def test_size_and_depth_of_constraints_are_bounded() -> None:
     deep: dict[str, Any] = {"type": "integer"}
     for _ in range(70):
         deep = {"items": deep}
@@ -125,7 +125,7 @@ def test_sizes_and_depths_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "says"),
+    ("form", "message"),
     [
         ({"json": "{"}, "not JSON"),
         ({"json": "[1]"}, "must be an object, got list"),
@@ -137,8 +137,8 @@ def test_sizes_and_depths_are_bounded() -> None:
         ({"grammar": " \n"}, "empty"),
     ],
 )
-def test_what_cannot_be_a_form(form: dict[str, Any], says: str) -> None:
-    with pytest.raises(RequestError, match=says) as raised:
+def test_malformed_constraints_are_rejected(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as raised:
         grammar_of(StructuredOutputsParams(**form), ADDED, field="response_format")
     assert raised.value.field == "response_format"
     assert str(raised.value).startswith("response_format")

@@ -1,4 +1,4 @@
-"""Messages in the forms that a template takes: content, arguments of calls, the developer's role.
+"""Messages are adapted to each template: content, call arguments and the developer role.
 
 The templates below are short versions of published ones.
 
@@ -14,7 +14,7 @@ from quire.render.templates.chat_template import ChatOptions, ChatTemplate
 
 Json = dict[str, Any]
 
-# DeepSeek R1 and V3: joins the arguments as text, and writes calls only beside a content of none.
+# DeepSeek R1 and V3: joins the arguments as text, and writes calls only if the content is none.
 JOINING = """\
 {%- for m in messages %}
 {%- if m['role'] == 'assistant' and m['content'] is none %}
@@ -29,7 +29,7 @@ DUMPING = """\
 {%- for call in m.tool_calls or [] %}{{ 'CALL ' + call.function.name + ' ' }}
 {{- call.function.arguments | tojson }}{% endfor %}{{ ';' }}
 {%- endfor %}"""
-# GLM: the parts of a user's content one after the other, what others say as it is.
+# GLM: loops over the parts of a user's content, and writes other contents as they are.
 MIXED = """\
 {%- macro show(content) %}{% if content is string %}{{ content }}{% else %}
 {%- for part in content %}[{{ part.text }}]{% endfor %}{% endif %}{% endmacro %}
@@ -74,13 +74,15 @@ def rendered(template: str, *messages: Json, **options: Any) -> str:
 
 
 def last(template: str, *messages: Json) -> str:
-    """What a template writes of the last message."""
+    """Return the text that a template writes for the last message."""
     return rendered(template, *messages).split(";")[-2]
 
 
 @pytest.mark.parametrize("arguments", ['{"city":"Köln"}', {"city": "Köln"}])
 @pytest.mark.parametrize("content", [None, ""])
-def test_arguments_have_the_templates_form(arguments: object, content: object) -> None:
+def test_call_arguments_are_text_or_object_as_the_template_expects(
+    arguments: object, content: object
+) -> None:
     call = calling(arguments, content)
     text = arguments if isinstance(arguments, str) else '{"city": "Köln"}'
     assert last(JOINING, USER, call) == f"CALL f {text}"
@@ -89,7 +91,7 @@ def test_arguments_have_the_templates_form(arguments: object, content: object) -
 
 
 @pytest.mark.parametrize("arguments", [None, "", "  ", "null", "{}", {}])
-def test_no_arguments_are_an_empty_object(arguments: object) -> None:
+def test_missing_call_arguments_become_an_empty_object(arguments: object) -> None:
     assert last(JOINING, USER, calling(arguments)) == "CALL f {}"
     assert last(DUMPING, USER, calling(arguments)) == "assistant:CALL f {}"
     assert last(MIXED, USER, calling(arguments)).endswith("CALL f")
@@ -113,43 +115,43 @@ def test_no_arguments_are_an_empty_object(arguments: object) -> None:
         ('{"a": 1} x', '{"INVALID_JSON": "{\\"a\\": 1} x"}'),
     ],
 )
-def test_arguments_that_are_cut_off_are_no_error(arguments: str, held: str) -> None:
-    """A text stays as it was; an object has what is there of it."""
+def test_truncated_or_invalid_call_arguments_are_rendered(arguments: str, held: str) -> None:
+    """Text stays unchanged; an object holds everything before the cut."""
     assert last(JOINING, USER, calling(arguments)) == f"CALL f {arguments}"
     assert last(DUMPING, USER, calling(arguments)) == f"assistant:CALL f {held}"
     assert "CALL f" in last(MIXED, USER, calling(arguments))
 
 
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
-def test_parts_are_joined_where_a_template_writes_the_content(kind: str) -> None:
+def test_parts_are_joined_where_the_template_writes_the_content(kind: str) -> None:
     two = parts("a", "b", kind=kind)
     system = {"role": "system", "content": two}
     user = {"role": "user", "content": two}
     result = {"role": "tool", "tool_call_id": "call00001", "content": two}
-    said = {"role": "assistant", "content": two}
-    text = rendered(MIXED, system, user, calling({"x": 1}), result, said, user)
+    reply = {"role": "assistant", "content": two}
+    text = rendered(MIXED, system, user, calling({"x": 1}), result, reply, user)
     assert text == (
         "system:a\nb;user:[a][b];assistant:CALL f x=1;tool:a\nb;assistant:a\nb;user:[a][b];"
     )
     assert last(DUMPING, system, user) == "user:a\nb"
 
 
-def test_a_text_becomes_a_part_only_where_it_must() -> None:
+def test_text_becomes_a_part_only_for_templates_that_need_parts() -> None:
     assert rendered(LISTED_ONLY, USER, calling({}, "x"), USER) == "hi;x;hi;"
     assert rendered(MIXED, USER) == "user:hi;"
     assert rendered(MIXED, USER, content_format="openai") == "user:hi;"
 
 
-def test_a_template_that_takes_one_part_gets_one() -> None:
-    """LLaVA's looks at the first part only, and takes no text."""
+def test_template_that_reads_only_the_first_part_gets_a_single_part() -> None:
+    """The template of LLaVA reads only the first part, and does not accept text."""
     template = "{% for m in messages %}{{ m.content[0]['text'] + ';' }}{% endfor %}"
     assert rendered(template, USER, {"role": "assistant", "content": parts("a", "b")}) == (
         "hi;a\nb;"
     )
 
 
-def test_what_a_tool_says_is_not_taken_for_what_it_was_asked() -> None:
-    """A template that goes through no parts writes nothing of them, but the call before."""
+def test_parts_of_a_tool_result_are_joined_if_the_template_skips_lists() -> None:
+    """The template writes the call, but skips a result that is a list of parts."""
     template = """\
 {%- for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}
 {%- endfor %}{% if m.content is string %}{{ m.content }}{% endif %};{% endfor %}"""
@@ -157,28 +159,28 @@ def test_what_a_tool_says_is_not_taken_for_what_it_was_asked() -> None:
     assert last(template, USER, calling({"x": 1}), result) == "a\nb"
 
 
-def test_a_refusal_is_a_text() -> None:
+def test_refusal_is_rendered_as_text() -> None:
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
     assert last(DUMPING, USER, refused) == "assistant:no"
     with pytest.raises(RequestError, match="without a text"):
         rendered(DUMPING, USER, {"role": "assistant", "content": [{"type": "refusal"}]})
 
 
-def test_a_part_as_json_is_not_taken() -> None:
-    """Llama 3.1 writes whatever a tool says as JSON: a text, not a list of parts."""
+def test_parts_are_joined_for_a_template_that_writes_them_as_json() -> None:
+    """Llama 3.1 writes tool results as JSON: it must get text, not a list of parts."""
     template = "{% for m in messages %}{{ m.role }}:{{ m.content | tojson }};{% endfor %}"
     result = {"role": "tool", "tool_call_id": "call00001", "content": parts("7 degrees")}
     assert last(template, USER, calling({}), result) == 'tool:"7 degrees"'
 
 
 @pytest.mark.parametrize("template", [STRICT, DROPPING, DUMPING])
-def test_the_developer_is_the_system_for_templates_that_do_not_name_it(template: str) -> None:
+def test_developer_becomes_system_for_templates_without_that_role(template: str) -> None:
     developer = {"role": "developer", "content": "Be brief."}
     assert rendered(template, developer, USER) == "system:Be brief.;user:hi;"
     assert last(template, USER, developer) == "system:Be brief."
 
 
-def test_a_template_that_names_the_developer_sees_it() -> None:
+def test_developer_stays_for_templates_that_name_the_role() -> None:
     developer = {"role": "developer", "content": "Be brief."}
     assert rendered(NAMING, developer, USER) == "DEV:Be brief.;user:hi;"
     named = "{% for m in messages %}{% if m.role == 'developer' %}<{{ m.content }}>{% endif %}"
@@ -188,13 +190,13 @@ def test_a_template_that_names_the_developer_sees_it() -> None:
 @pytest.mark.parametrize(
     ("condition", "written"),
     [
-        ("m.role != 'system'", "developer:late"),  # drops a system message in the middle
-        ("m.role not in ('developer', 'tool')", "system:late"),  # the other one
-        ("m.role not in ('system', 'developer')", "user:hi"),  # both
+        ("m.role != 'system'", "developer:late"),  # drops late system messages
+        ("m.role not in ('developer', 'tool')", "system:late"),  # drops late developer messages
+        ("m.role not in ('system', 'developer')", "user:hi"),  # drops both
         ("true", "system:late"),
     ],
 )
-def test_a_developer_in_the_middle_has_the_role_that_is_written(
+def test_late_developer_message_gets_a_role_that_the_template_writes(
     condition: str, written: str
 ) -> None:
     shown = "{{ m.role + ':' + m.content + ';' }}"
@@ -208,8 +210,8 @@ def test_a_developer_in_the_middle_has_the_role_that_is_written(
     )
 
 
-def test_system_and_developer_are_one_message() -> None:
-    """Many templates take one system message, at the beginning."""
+def test_adjacent_system_and_developer_messages_are_merged() -> None:
+    """Many templates accept only one system message, at the beginning."""
     system = {"role": "system", "content": parts("a", "b")}
     developer = {"role": "developer", "content": "c"}
     assert rendered(STRICT, system, developer, USER) == "system:a\nb\n\nc;user:hi;"
@@ -220,16 +222,16 @@ def test_system_and_developer_are_one_message() -> None:
     assert rendered(first, developer, system, USER) == "c\n\na\nb;"
 
 
-def test_fields_without_a_value_are_no_fields() -> None:
-    """OpenAI's client dumps a message with all that it might have had."""
+def test_null_fields_are_removed() -> None:
+    """OpenAI's client sends every field that a message might have, most of them null."""
     template = "{% for m in messages %}{{ m.keys() | sort | join(',') }};{% endfor %}"
     nulls = dict.fromkeys(["refusal", "audio", "function_call", "tool_calls", "reasoning"])
-    said = {"role": "assistant", "content": "x", **nulls}
-    assert last(template, USER, said) == "content,role"
+    reply = {"role": "assistant", "content": "x", **nulls}
+    assert last(template, USER, reply) == "content,role"
 
 
-def test_a_template_is_asked_only_what_a_conversation_needs() -> None:
-    """A template that is slow, or fails on what it does not know, still renders what it does."""
+def test_template_is_probed_only_for_what_the_conversation_needs() -> None:
+    """A template that fails on unknown messages still renders the messages that it knows."""
     template = "{% if messages | length != 1 %}{{ raise_exception('one') }}{% endif %}x"
     assert rendered(template, USER) == "x"
     with pytest.raises(RequestError, match="refuses this conversation: one"):

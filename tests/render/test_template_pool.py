@@ -1,4 +1,4 @@
-"""Templates that loop for ever or fill the memory end with an error, and others continue.
+"""Templates that never end or exhaust memory fail with an error, and other jobs continue.
 
 The processes and their limits are real; nothing here depends on speed. All jobs share the pool.
 
@@ -56,7 +56,7 @@ def pool() -> Iterator[TemplatePool]:
     yield TemplatePool()
 
 
-def test_the_same_text_as_in_this_process(pool: TemplatePool) -> None:
+def test_pool_gives_the_same_text_as_an_in_process_render(pool: TemplatePool) -> None:
     options = ChatOptions(
         add_generation_prompt=False,
         tools=[{"type": "function", "function": {"name": "f", "x": [10**30, 1.5, None, True]}}],
@@ -66,15 +66,15 @@ def test_the_same_text_as_in_this_process(pool: TemplatePool) -> None:
     source = (
         PLAIN + "{{ tools }}{{ documents }}{{ deep }}{{ bos_token }}{{ add_generation_prompt }}"
     )
-    asked = TemplateJob(source, {"bos_token": "<s>"}, [USER, USER], options)
-    assert pool.render(asked) == InThisProcess().render(asked)
-    assert asyncio.run(pool.render_async(asked)) == InThisProcess().render(asked)
+    rendering = TemplateJob(source, {"bos_token": "<s>"}, [USER, USER], options)
+    assert pool.render(rendering) == InThisProcess().render(rendering)
+    assert asyncio.run(pool.render_async(rendering)) == InThisProcess().render(rendering)
     other = TemplateJob(source, {"bos_token": "<t>"}, [USER, USER], options)
-    assert pool.render(other) == InThisProcess().render(other) != pool.render(asked)
+    assert pool.render(other) == InThisProcess().render(other) != pool.render(rendering)
     assert pool.render(job(PLAIN, "x" * 3_000_000)) == "<|user|>" + "x" * 3_000_000
 
 
-def test_what_is_no_conversation_is_refused_as_before(pool: TemplatePool) -> None:
+def test_pool_rejects_malformed_messages_like_an_in_process_render(pool: TemplatePool) -> None:
     class Odd(dict[str, Any]):
         pass
 
@@ -87,28 +87,28 @@ def test_what_is_no_conversation_is_refused_as_before(pool: TemplatePool) -> Non
         ([{"content": "x"}], "needs a role", "messages[0]"),
         ([{"role": "user", "content": object()}], "holds a object", "messages[0]"),
     ):
-        asked = TemplateJob(PLAIN, {}, messages, ChatOptions())
+        rendering = TemplateJob(PLAIN, {}, messages, ChatOptions())
         for runner in (pool, InThisProcess()):
             with pytest.raises(RequestError, match=rule) as raised:
-                runner.render(asked)
+                runner.render(rendering)
             assert raised.value.field == field
 
 
 @pytest.mark.parametrize("source", slow_but(TOO_MUCH_MEMORY, *TOO_MUCH_MEMORY[::2]))
-def test_memory_is_bounded(pool: TemplatePool, source: str) -> None:
+def test_memory_of_a_template_is_bounded(pool: TemplatePool, source: str) -> None:
     with pytest.raises(RequestError, match=r"memory|ended its process"):
         pool.render(job(source))
     assert pool.render(job(PLAIN, "Hi")) == "<|user|>Hi"
 
 
 @pytest.mark.parametrize("source", list(REFUSED))
-def test_what_the_sandbox_stops_is_said(pool: TemplatePool, source: str) -> None:
+def test_errors_of_the_sandbox_are_reported(pool: TemplatePool, source: str) -> None:
     with pytest.raises(RequestError, match=REFUSED[source]):
         pool.render(job(source))
 
 
-def test_processor_time_is_bounded_and_others_go_on() -> None:
-    """The other conversation is answered while the first one still runs."""
+def test_cpu_time_is_bounded_and_other_jobs_continue() -> None:
+    """Other conversations are rendered while the endless one still runs."""
     pool = TemplatePool(cpu_s=0.9)
 
     async def both() -> None:
@@ -124,8 +124,8 @@ def test_processor_time_is_bounded_and_others_go_on() -> None:
     asyncio.run(both())
 
 
-def test_foreign_templates_leave_a_process_to_the_others() -> None:
-    """However many of them loop for ever."""
+def test_foreign_templates_leave_a_process_to_other_templates() -> None:
+    """Four endless foreign templates leave one of two processes free."""
     pool = TemplatePool(max_processes=2)
 
     async def crowd() -> None:
@@ -143,7 +143,7 @@ def test_foreign_templates_leave_a_process_to_the_others() -> None:
     asyncio.run(crowd())
 
 
-def test_a_cancelled_conversation_answers_nobody_else() -> None:
+def test_result_of_a_cancelled_job_is_not_given_to_another() -> None:
     pool = TemplatePool(max_processes=1)
 
     async def go() -> None:
@@ -158,20 +158,22 @@ def test_a_cancelled_conversation_answers_nobody_else() -> None:
     asyncio.run(go())
 
 
-def test_too_many_that_wait_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_beyond_the_maximum_number_waiting_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(job_pool, "MAX_WAITING", 2)
     pool = TemplatePool(max_processes=1)
 
     async def go() -> None:
         tasks = [asyncio.create_task(pool.render_async(job(PLAIN, "Hi"))) for _ in range(4)]
         found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert found[:3] == ["<|user|>Hi"] * 3  # one at work and two that wait
+        assert found[:3] == ["<|user|>Hi"] * 3  # one running and two waiting
         assert isinstance(found[3], EngineBusy)
 
     asyncio.run(go())
 
 
-def test_a_process_that_dies_is_replaced() -> None:
+def test_process_killed_during_its_start_is_reported_as_busy() -> None:
     process = JobProcess(TEMPLATES)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(OSError):
@@ -181,7 +183,7 @@ def test_a_process_that_dies_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "is_busy", "says"),
+    ("sent", "is_busy", "message"),
     [
         (signal.SIGPROF, False, "5 s of processor time"),
         (signal.SIGSEGV, False, "nested too deep"),
@@ -189,18 +191,20 @@ def test_a_process_that_dies_is_replaced() -> None:
         (signal.SIGKILL, True, "killed from outside"),
     ],
 )
-def test_why_a_process_ended(sent: signal.Signals, is_busy: bool, says: str) -> None:
+def test_error_explains_the_signal_that_ended_the_process(
+    sent: signal.Signals, is_busy: bool, message: str
+) -> None:
     process = JobProcess(TEMPLATES)
     process.exchange(job(PLAIN).pack())
     os.kill(process.pid, sent)
     with pytest.raises(OSError):
         process.exchange(job(PLAIN).pack())
     end = process.why()
-    assert end.is_busy == is_busy and says in end.text
+    assert end.is_busy == is_busy and message in end.text
 
 
-def test_the_memory_limit_is_told_from_other_ends() -> None:
-    """A library that gets no memory says so and aborts."""
+def test_abort_for_lack_of_memory_is_reported_as_the_memory_limit() -> None:
+    """A library that cannot allocate memory writes this message and aborts."""
     process = JobProcess(TEMPLATES)
     process.exchange(job(PLAIN).pack())
     process._begin()
@@ -210,8 +214,8 @@ def test_the_memory_limit_is_told_from_other_ends() -> None:
     process.kill()
 
 
-def test_a_cancelled_job_leaves_a_starting_process() -> None:
-    """Else clients that do not wait as long as a start takes would end each process."""
+def test_cancelled_job_does_not_kill_a_starting_process() -> None:
+    """Otherwise impatient clients would kill every process before it is ready."""
     pool = TemplatePool(max_processes=1)
     pool.prepare()
     [process] = pool._jobs._idle
@@ -230,8 +234,8 @@ def test_a_cancelled_job_leaves_a_starting_process() -> None:
     asyncio.run(go())
 
 
-def test_a_process_that_died_at_rest_fails_no_conversation() -> None:
-    """The kernel may end it when memory is short; the next conversation is not to blame."""
+def test_death_of_an_idle_process_does_not_fail_the_next_job() -> None:
+    """The kernel may kill an idle process when memory is short."""
     pool = TemplatePool(max_processes=1)
 
     def end_it() -> None:
@@ -246,8 +250,8 @@ def test_a_process_that_died_at_rest_fails_no_conversation() -> None:
     assert asyncio.run(pool.render_async(job(PLAIN, "Hi"))) == "<|user|>Hi"
 
 
-def test_a_process_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses no processor time, so the kernel does not end it, and the job is not to blame."""
+def test_process_that_does_not_answer_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process uses no CPU time, so no limit ends it, and the job is not at fault."""
     pool = TemplatePool(max_processes=1)
     assert pool.render(job(PLAIN, "Hi")) == "<|user|>Hi"
     [process] = pool._jobs._idle
@@ -257,14 +261,16 @@ def test_a_process_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
         os.kill(process.pid, signal.SIGSTOP)
         async with asyncio.timeout(30):
             with pytest.raises(EngineBusy, match=r"too little processor time for 0\.1 s"):
-                await pool.render_async(job(PLAIN, "x" * 3_000_000))  # no room for it on the way
+                await pool.render_async(
+                    job(PLAIN, "x" * 3_000_000)
+                )  # more than the socket buffers hold
         monkeypatch.undo()
         assert await pool.render_async(job(PLAIN, "Hi")) == "<|user|>Hi"
 
     asyncio.run(go())
 
 
-def test_no_process_outlives_its_pool() -> None:
+def test_kill_ends_and_reaps_the_process() -> None:
     process = JobProcess(TEMPLATES)
     pid = process.pid
     process.exchange(job(PLAIN, "Hi").pack())
@@ -273,8 +279,8 @@ def test_no_process_outlives_its_pool() -> None:
         os.kill(pid, 0)
 
 
-def test_a_process_ends_when_its_parent_has_gone() -> None:
-    """kill -9 of a server must leave nothing behind: its end of the socket closes."""
+def test_process_ends_when_its_parent_has_died() -> None:
+    """`kill -9` of a server closes its end of the socket; no process may survive it."""
     process = JobProcess(TEMPLATES)
     process.exchange(job(PLAIN, "Hi").pack())
     process._socket.close()
@@ -282,7 +288,7 @@ def test_a_process_ends_when_its_parent_has_gone() -> None:
     process.kill()
 
 
-def test_no_render_starts_another_process() -> None:
+def test_renders_reuse_one_process() -> None:
     pool = TemplatePool()
     pool.render(job(PLAIN, "Hi"))
     started = set(children_of(os.getpid()))

@@ -1,4 +1,4 @@
-"""The number of tokens that a text has at least never is above what it has."""
+"""The lower bound of a text's number of tokens never exceeds the number of tokens."""
 
 import json
 import random
@@ -37,7 +37,7 @@ def backends() -> dict[str, tk.Tokenizer]:
 
 
 @pytest.mark.parametrize("name", list(backends()))
-def test_never_above_the_number_of_tokens(name: str) -> None:
+def test_bound_never_exceeds_the_number_of_tokens(name: str) -> None:
     backend = backends()[name]
     bound, source = text_bound(backend), random.Random(7)
     assert bound is not None
@@ -49,15 +49,15 @@ def test_never_above_the_number_of_tokens(name: str) -> None:
         assert bound.at_least(text) <= num, text
 
 
-def test_it_tells_what_is_far_too_long() -> None:
-    """Otherwise it would be of no use: within the length of the longest token with an `a`."""
+def test_bound_of_a_very_long_text_is_high_enough_to_be_useful() -> None:
+    """The bound is at least the text's length divided by three times the longest token."""
     for name, backend in backends().items():
         bound = text_bound(backend)
         assert bound is not None
         assert bound.at_least("a" * 100_000) >= 100_000 // (bound.longest * 3), name
 
 
-def test_blanks_that_a_token_takes_in_weigh_nothing() -> None:
+def test_spaces_that_a_token_absorbs_do_not_raise_the_bound() -> None:
     backend = backends()["strips"]
     text = "<|end|>" + " " * 10_000
     assert len(backend.encode(text).ids) == 1
@@ -66,8 +66,8 @@ def test_blanks_that_a_token_takes_in_weigh_nothing() -> None:
     assert bound.at_least(text) <= 1 < bound.at_least("x" * 1000)
 
 
-def test_composition_shortens_a_text() -> None:
-    """Three bytes of Hangul letters become one syllable."""
+def test_bound_allows_for_unicode_composition() -> None:
+    """NFC shortens these texts to as little as a third of their bytes."""
     backend = backends()["composed"]
     bound = text_bound(backend)
     assert bound is not None
@@ -78,7 +78,7 @@ def test_composition_shortens_a_text() -> None:
         assert bound.at_least(text) <= len(backend.encode(text).ids)
 
 
-def test_nothing_is_certain_where_parts_of_a_text_may_vanish() -> None:
+def test_tokenizers_that_may_drop_parts_of_a_text_have_no_bound() -> None:
     split = pre_tokenizers.Split(" ", "removed")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     state = json.loads(tiny.byte_level().to_str())
@@ -98,7 +98,7 @@ def test_nothing_is_certain_where_parts_of_a_text_may_vanish() -> None:
         assert text_bound(backend) is None
 
 
-def test_it_costs_little_beside_tokenising() -> None:
+def test_bound_costs_little_compared_with_tokenizing() -> None:
     backend = tiny.byte_level()
     bound = text_bound(backend)
     assert bound is not None

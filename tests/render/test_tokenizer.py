@@ -28,7 +28,7 @@ TEXTS = ["", "Hello world", " two  spaces ", "你好 🙂\n\ttab", "<s>x</s><|im
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_as_transformers(family: str) -> None:
+def test_ids_and_texts_equal_those_of_transformers(family: str) -> None:
     ours, theirs = tokenizer(family), AutoTokenizer.from_pretrained(directory(family))
     for text in TEXTS:
         for special in (True, False):
@@ -49,7 +49,7 @@ def test_same_as_transformers(family: str) -> None:
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
 def test_config_decides_on_bos_and_eos(tmp_path: Path, bos: bool, eos: bool) -> None:
-    """Where there is no tokenizer.json; where there is one, it decides, as in transformers 5."""
+    """A tokenizer.json overrides these flags of the config, as in transformers 5."""
     flags = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     flags |= {"add_bos_token": bos, "add_eos_token": eos}
     for family in ("byte_level", "llama"):
@@ -74,7 +74,7 @@ def _with_config(folder: Path, values: dict[str, object]) -> Path:
     return folder
 
 
-def test_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
+def test_tokens_that_only_the_config_declares_are_added(tmp_path: Path) -> None:
     size = byte_level().get_vocab_size()
     declared = {
         str(size): {"content": "<think>", "special": False},
@@ -89,8 +89,8 @@ def test_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
     assert ours.decode(ours.encode(text), skip_special_tokens=True) == "<think>a"
 
 
-def test_gpt2_directory(tmp_path: Path) -> None:
-    """vocab.json and merges.txt alone."""
+def test_gpt2_directory_is_read_as_by_transformers(tmp_path: Path) -> None:
+    """The directory holds vocab.json and merges.txt, but no tokenizer.json."""
     backend = byte_level()
     backend.model.save(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
@@ -104,7 +104,7 @@ def test_gpt2_directory(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_missing_or_unreadable_tokenizer_files_are_reported(tmp_path: Path) -> None:
     assert not has_tokenizer(tmp_path)
     with pytest.raises(ModelError, match="prompt_token_ids"):
         Tokenizer.from_directory(tmp_path)
@@ -119,7 +119,7 @@ def test_no_tokenizer(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
-def test_templates(tmp_path: Path) -> None:
+def test_chat_templates_are_read_from_the_config_and_from_files(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     write_directory(tmp_path, "byte_level", chat_template=named)
     assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "a", "tool_use": "b"}
@@ -131,18 +131,18 @@ def test_templates(tmp_path: Path) -> None:
     assert tok.chat_template == "c"
 
 
-def test_template_in_a_json_file(tmp_path: Path) -> None:
+def test_chat_template_is_read_from_a_json_file(tmp_path: Path) -> None:
     write_directory(tmp_path, "byte_level")
     (tmp_path / "chat_template.json").write_text('{"chat_template": "x"}')
     assert Tokenizer.from_directory(tmp_path).chat_template == "x"
 
 
-def test_text_that_is_not_unicode() -> None:
+def test_text_that_is_not_unicode_is_rejected() -> None:
     with pytest.raises(RequestError, match="Unicode"):
         tokenizer("byte_level").encode("\ud800")
 
 
-def test_bad_words_with_and_without_space() -> None:
+def test_bad_words_are_forbidden_with_and_without_a_space() -> None:
     tok = tokenizer("byte_level")
     plain, spaced = tok.encode("dog"), tok.encode(" dog")
     assert len(plain) != len(spaced) and spaced[-len(plain) :] != plain
@@ -151,8 +151,8 @@ def test_bad_words_with_and_without_space() -> None:
     assert tuple(tok.encode("the")) in the
 
 
-def test_bad_words_behind_a_space_of_its_own() -> None:
-    """Such a space stays allowed: to forbid the word behind it is enough."""
+def test_space_that_is_its_own_token_stays_allowed_before_a_bad_word() -> None:
+    """Forbidding the word after the space is enough."""
     tok = tokenizer("byte_level")
     word = "\u4e00"
     space, plain = tok.encode(" "), tok.encode(word)
@@ -161,8 +161,8 @@ def test_bad_words_behind_a_space_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("work", ["encode", "decode"])
-def test_other_threads_go_on_while_a_long_text_is_worked_on(work: str) -> None:
-    """A call that held the interpreter's lock would let them have a turn or two in all."""
+def test_other_threads_run_while_a_long_text_is_processed(work: str) -> None:
+    """A call that held the GIL would allow them one or two turns."""
     tok, numbers = tokenizer("byte_level"), random.Random(1)
     words = ["The", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog."]
     text, other = (" ".join(numbers.choices(words, k=90_000)) for _ in range(2))

@@ -1,5 +1,6 @@
-"""Whatever a config says, it is accepted or refused by an error that names the field; nothing else
-is raised, and nothing hangs."""
+"""Any config is accepted, or rejected by an error that names the field.
+
+No other error is raised, and nothing hangs."""
 
 import json
 import math
@@ -20,7 +21,7 @@ VALUES: list[Any] = [
     1e308, math.inf, math.nan, "", "x", "silu", "default", [], [1], [None], [-1], [[[1]]],
     ["full_attention"], ["sliding_attention"] * 3, {}, {"a": {"b": 1}},
 ]  # fmt: skip
-# What else an error about a field may name: it stands in a relation to that one.
+# Fields that limit each other: the error about one of them may name another.
 RELATED = {
     "num_attention_heads",
     "n_head",
@@ -32,8 +33,9 @@ RELATED = {
 
 
 def quick_or_slow() -> list[Any]:
-    """Of each type one config, and each kind of rope, with some values; all configs with all values
-    are slow."""
+    """Return cases: one config of each type and of each kind of rope, with some values.
+
+    Cases of all configs with all values are slow."""
     quick = {config["model_type"]: name for name, config in reversed(CONFIGS.items())}.values()
     return [pytest.param(n, False, id=n) for n in CONFIGS if n in quick or "rope" in n] + [
         pytest.param(n, True, id=f"{n}, all values", marks=pytest.mark.slow) for n in CONFIGS
@@ -41,10 +43,11 @@ def quick_or_slow() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "is_whole"), quick_or_slow())
-def test_every_field_with_every_absurd_value(name: str, is_whole: bool) -> None:
-    """Every value is parsed and checked. Outlines of accepted configs take nearly all of the time:
-    unless is_whole, they are made for the last value of a few types of every fourth field, in
-    turn."""
+def test_absurd_values_are_accepted_or_rejected_by_field(name: str, is_whole: bool) -> None:
+    """Parse and check every value; outline some of the accepted configs.
+
+    Outlines take nearly all of the time. Unless is_whole, every fourth field gets outlines, for
+    the last accepted value of a few types."""
     refused, of_config = 0, len(name)
     for number, path in enumerate(sorted(fields_read(CONFIGS[name]))):
         accepted: dict[object, Any] = {}
@@ -61,7 +64,7 @@ def test_every_field_with_every_absurd_value(name: str, is_whole: bool) -> None:
 
 
 def is_refused(name: str, path: tuple[str, ...], value: Any, *, is_outlined: bool) -> bool:
-    """Tell whether a config with this value is refused, by an error that names the field."""
+    """Return whether a config with this value is rejected; the error must name the field."""
     config = CONFIGS[name]
     try:
         spec = parse_spec(changed(config, path, value))
@@ -100,7 +103,9 @@ def is_refused(name: str, path: tuple[str, ...], value: Any, *, is_outlined: boo
         ({"torch_dtype": "float8"}, "torch_dtype is 'float8'; it must be one of float64"),
     ],
 )
-def test_messages(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_error_messages_state_field_and_value(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     config = CONFIGS["llama"] | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
@@ -119,13 +124,15 @@ def test_messages(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     ],
     ids=["deep", "33 levels", "digits", "list", "empty", "bytes"],
 )
-def test_files_that_are_no_configs(text: str, message: str, tmp_path: Path) -> None:
+def test_files_that_are_not_valid_configs_are_rejected(
+    text: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ModelError, match=message):
         load_spec(tmp_path)
 
 
-def test_a_directory_in_its_place_and_a_file_without_end(tmp_path: Path) -> None:
+def test_directory_or_huge_file_as_config_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ModelError, match="cannot be read"):
         load_spec(tmp_path)
@@ -136,7 +143,7 @@ def test_a_directory_in_its_place_and_a_file_without_end(tmp_path: Path) -> None
         load_spec(tmp_path)
 
 
-def test_values_are_shown_short() -> None:
+def test_values_in_error_messages_are_short() -> None:
     assert shown(None) == "null"
     assert shown(True) == "true"
     assert len(shown(["x" * 1000] * 1000)) < 300

@@ -1,4 +1,4 @@
-"""adapter_config.json as PEFT writes it: what is read, and what is refused by name."""
+"""adapter_config.json as PEFT writes it: the fields that are read or rejected."""
 
 import json
 import math
@@ -29,13 +29,13 @@ def read(folder: Path, **changes: Any) -> AdapterConfig:
     return read_adapter_config(folder)
 
 
-def test_the_scale_is_alpha_by_rank(tmp_path: Path) -> None:
+def test_scale_is_alpha_divided_by_rank(tmp_path: Path) -> None:
     assert read(tmp_path).scale_of("any", 8) == 2.0
     assert read(tmp_path, use_rslora=True).scale_of("any", 8) == 16 / math.sqrt(8)
     assert read(tmp_path, lora_alpha=0.5).scale_of("any", 1) == 0.5
 
 
-def test_modules_may_have_an_alpha_of_their_own(tmp_path: Path) -> None:
+def test_alpha_pattern_sets_the_alpha_of_single_modules(tmp_path: Path) -> None:
     own = {"^model.layers.1.self_attn.q_proj": 4, "q_proj": 32, "layers.0.mlp.up_proj$": 64}
     config = read(tmp_path, alpha_pattern=own)
     assert config.scale_of("model.layers.1.self_attn.q_proj", 8) == 0.5
@@ -82,7 +82,7 @@ def test_target_modules_may_have_any_form(tmp_path: Path, targets: Any) -> None:
         ("alpha_pattern", [1]),
     ],
 )
-def test_what_is_not_supported_is_named(tmp_path: Path, name: str, value: Any) -> None:
+def test_unsupported_fields_are_rejected_by_name(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ModelError, match=name):
         read(tmp_path, **{name: value})
 
@@ -90,12 +90,12 @@ def test_what_is_not_supported_is_named(tmp_path: Path, name: str, value: Any) -
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", "null", "[" * 100_000, " " * MAX_CONFIG_BYTES + "{}"]
 )
-def test_a_damaged_config_is_an_error(tmp_path: Path, text: str) -> None:
+def test_damaged_configs_are_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / CONFIG).write_text(text)
     with pytest.raises(ModelError, match=CONFIG):
         read_adapter_config(tmp_path)
 
 
-def test_a_directory_without_one_is_no_adapter(tmp_path: Path) -> None:
+def test_directory_without_a_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="give the directory of an adapter"):
         read_adapter_config(tmp_path)

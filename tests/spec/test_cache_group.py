@@ -1,5 +1,5 @@
-"""The blocks that a sequence needs, by kind of cache group, against the tokens that attention
-reads."""
+"""Blocks that a sequence needs in each kind of cache group, compared with the tokens that
+attention reads."""
 
 import random
 
@@ -28,7 +28,7 @@ def group_of(kind: str, span: int) -> CacheGroup:
 
 
 def tokens_read(kind: str, span: int, position: int) -> set[int]:
-    """The earlier tokens that the token at a position reads, said without arithmetic of blocks."""
+    """Return the earlier tokens that the token at a position reads, without block arithmetic."""
     earlier = range(position)
     if kind == WINDOW:
         return {j for j in earlier if position - j < span}
@@ -38,7 +38,7 @@ def tokens_read(kind: str, span: int, position: int) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_that_is_needed_is_the_first_that_is_read(kind: str) -> None:
+def test_first_needed_token_is_the_first_token_read(kind: str) -> None:
     for span in (2, 3, 4, 6, 8, 13):
         for position in range(40):
             read = tokens_read(kind, span, position)
@@ -46,8 +46,8 @@ def test_the_first_that_is_needed_is_the_first_that_is_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hit_is_the_longest_whose_next_token_finds_all_that_it_reads(kind: str) -> None:
-    """Whatever the index has lost of a sequence, alone and beside a group that keeps all."""
+def test_prefix_hit_is_the_longest_with_all_blocks_its_next_token_reads(kind: str) -> None:
+    """The prefix index of each group has lost random blocks of the sequence."""
     draws = random.Random(0)
     for _ in range(200):
         span = draws.choice((2, 4, 6, 8, 13))
@@ -60,35 +60,35 @@ def test_a_hit_is_the_longest_whose_next_token_finds_all_that_it_reads(kind: str
         written = [list(table.blocks) for table in sequence.tables]
         kv.states.end_plan()
         lost = [{i for i in range(10) if draws.random() < share} for share in (0.1, 0.4)]
-        for pool, blocks, places in zip(kv.pools, written, lost, strict=True):
-            for i in places:
+        for pool, blocks, indices in zip(kv.pools, written, lost, strict=True):
+            for i in indices:
                 pool.unindex(blocks[i])
 
         def is_a_hit(length: int, span: int = span, lost: list[set[int]] = lost) -> bool:
             reads = tokens_read(FULL, 0, length * SIZE), tokens_read(kind, span, length * SIZE)
             return not any(
-                {token // SIZE for token in read} & places
-                for read, places in zip(reads, lost, strict=True)
+                {token // SIZE for token in read} & indices
+                for read, indices in zip(reads, lost, strict=True)
             )
 
-        wanted = max(n for n in range(11) if is_a_hit(n))
+        num_blocks = max(n for n in range(11) if is_a_hit(n))
         hit = kv.get_computed_blocks(digests, 41)
-        assert hit.num_tokens == wanted * SIZE
-        first = min(tokens_read(kind, span, wanted * SIZE), default=wanted * SIZE) // SIZE
-        assert hit.blocks[1] == [NULL] * first + written[1][first:wanted]
+        assert hit.num_tokens == num_blocks * SIZE
+        first = min(tokens_read(kind, span, num_blocks * SIZE), default=num_blocks * SIZE) // SIZE
+        assert hit.blocks[1] == [NULL] * first + written[1][first:num_blocks]
 
 
-def test_windows_as_kernels_take_them() -> None:
+def test_kernel_window_encodes_windows_and_chunks() -> None:
     assert group_of(FULL, 5).kernel_window == group_of(STATE, 5).kernel_window == 0
     assert group_of(WINDOW, 5).kernel_window == 5
     assert group_of(CHUNKED, 5).kernel_window == -5
 
 
-def test_layers_that_follow_others() -> None:
+def test_after_shifts_the_layer_indices() -> None:
     assert CacheGroup(FULL, (0, 2)).after(3) == CacheGroup(FULL, (3, 5))
 
 
-def test_bytes_of_a_block() -> None:
+def test_block_bytes_by_kind_and_dtype() -> None:
     layers = (0, 2, 5)
     assert CacheGroup(FULL, layers, 2, 8).block_bytes(16, 2) == 3 * 2 * 2 * 8 * 16 * 2
     assert CacheGroup(LATENT, layers, 1, 8).block_bytes(16, 2) == 3 * 8 * 16 * 2
@@ -104,8 +104,8 @@ def test_bytes_of_a_block() -> None:
     assert step.block_bytes(16, 2) == 0
 
 
-def test_shapes_of_memory() -> None:
-    """A group of steps has the memory of one layer."""
+def test_memory_shape_by_kind_and_dtype() -> None:
+    """A STEP group has the memory of one layer."""
     layers = (0, 2, 5)
     full, step = CacheGroup(FULL, layers, 2, 8), CacheGroup(STEP, layers, 2, 8)
     assert full.memory_shape(7, 16, "auto") == (2, 3, 2, 7, 16, 8)
@@ -119,14 +119,14 @@ def test_shapes_of_memory() -> None:
 @pytest.mark.parametrize(
     ("kind", "span", "blocks"), [(FULL, 0, 25), (WINDOW, 8, 3), (CHUNKED, 8, 3), (STATE, 0, 2)]
 )
-def test_what_a_long_sequence_holds(kind: str, span: int, blocks: int) -> None:
+def test_max_blocks_of_a_long_sequence(kind: str, span: int, blocks: int) -> None:
     assert group_of(kind, span).max_blocks(100, SIZE) == blocks
     assert group_of(kind, span).max_blocks(3, SIZE) == 1
     in_chunks = blocks + (2 if kind in (WINDOW, CHUNKED, STATE) else 0)
     assert group_of(kind, span).max_blocks(100, SIZE, chunk=8) == in_chunks
 
 
-def test_heads_that_share_latent_vectors_are_cut_into_equal_parts() -> None:
+def test_heads_are_split_into_as_few_equal_parts_as_possible() -> None:
     for num_heads in range(1, 45):
         for max_heads in range(1, 45):
             sizes = [n for n in range(1, max_heads + 1) if num_heads % n == 0]

@@ -1,4 +1,4 @@
-"""Configs of EAGLE-3 heads: their meaning, and the refused ones."""
+"""Configs of EAGLE-3 heads: how they are read, and which are rejected."""
 
 import json
 from pathlib import Path
@@ -20,10 +20,10 @@ from tests.support.models.draft_heads import SPECULATORS, HeadShape, target_spec
         ({"eagle_config": {"use_aux_hidden_state": True}}, (2, 3, 4)),
     ],
 )
-def test_which_layers_a_config_means(
+def test_config_selects_the_layers_that_the_head_reads(
     top: dict[str, Any], reads: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """n / 2 and n - 3 of 7 layers; by its own field, or by those that the states leave."""
+    """By default, layers 2, n / 2 and n - 3 of 7; ids in eagle_config are one lower."""
     (tmp_path / "config.json").write_text(json.dumps(HeadShape(top=top).config))
     assert head_options(head_spec(tmp_path, target_spec())).reads == reads
 
@@ -53,7 +53,7 @@ def test_which_layers_a_config_means(
         ),
     ],
 )
-def test_heads_that_are_refused(
+def test_unsupported_heads_are_rejected(
     shape: HeadShape, target: dict[str, Any], error: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape.config))

@@ -1,4 +1,4 @@
-"""The container of GGUF files: what is read, and that no damage does more than a ModelError.
+"""The container of GGUF files: values are read, and damage causes only a ModelError.
 
 Covers `spec/gguf/metadata.py` as well.
 """
@@ -46,7 +46,7 @@ def header(num_tensors: int = 0, num_pairs: int = 0, version: int = 3) -> bytes:
     return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_pairs)
 
 
-def test_values_of_all_kinds(path: Path) -> None:
+def test_metadata_of_every_type_is_read(path: Path) -> None:
     file = GGUFFile(write_gguf(path, METADATA, TENSORS))
     assert file.text("general.architecture") == "llama"
     assert (file.integer("a.count"), file.integer("a.below")) == (7, -3)
@@ -59,7 +59,7 @@ def test_values_of_all_kinds(path: Path) -> None:
     assert (file.integer("absent", 5), file.text("absent", "x")) == (5, "x")
 
 
-def test_numbers_of_all_widths(path: Path) -> None:
+def test_numbers_of_every_width_are_read(path: Path) -> None:
     values = {
         0: 200,
         1: -5,
@@ -75,7 +75,7 @@ def test_numbers_of_all_widths(path: Path) -> None:
     for kind, value in values.items():
         raw += text(b"%d" % kind) + struct.pack(f"<I{letters[kind]}", kind, value)
     raw += text(b"12") + struct.pack("<Id", 12, 0.1)
-    # Arrays of arrays are stepped over.
+    # Nested arrays are skipped.
     raw += text(b"nested") + struct.pack("<IIQ", ARRAY, ARRAY, 2)
     raw += struct.pack("<IQ2B", 0, 2, 1, 2) + struct.pack("<IQ", TEXT, 1) + text(b"x")
     path.write_bytes(raw)
@@ -86,7 +86,7 @@ def test_numbers_of_all_widths(path: Path) -> None:
 
 @pytest.mark.parametrize("alignment", [32, 64, 4096])
 @pytest.mark.parametrize("version", [2, 3])
-def test_tensors_are_where_the_file_says(path: Path, version: int, alignment: int) -> None:
+def test_tensor_data_is_read_at_its_offset(path: Path, version: int, alignment: int) -> None:
     metadata = METADATA | {"general.alignment": alignment}
     file = GGUFFile(write_gguf(path, metadata, TENSORS, version, alignment))
     for name, tensor in TENSORS.items():
@@ -97,8 +97,8 @@ def test_tensors_are_where_the_file_says(path: Path, version: int, alignment: in
         assert bytes(file.data(place)) == tensor.data
 
 
-def test_a_file_that_llama_cpp_s_package_wrote(path: Path) -> None:
-    """Where the package is installed (`pip install gguf`)."""
+def test_files_written_by_the_gguf_package_are_read(path: Path) -> None:
+    """Skipped unless the package is installed (`pip install gguf`)."""
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_token_list(["a", "b"])
@@ -124,7 +124,7 @@ def test_a_file_that_llama_cpp_s_package_wrote(path: Path) -> None:
     assert file.describe() == "F32 1, F16 1"
 
 
-def test_what_is_a_gguf_file(tmp_path: Path, path: Path) -> None:
+def test_is_gguf_checks_magic_bytes_and_suffix(tmp_path: Path, path: Path) -> None:
     write_gguf(path, {})
     blob = path.rename(tmp_path / "sha256-0123")
     empty = tmp_path / "empty.GGUF"
@@ -137,7 +137,7 @@ def test_what_is_a_gguf_file(tmp_path: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "message"),
+    ("getter", "message"),
     [
         (lambda f: f.integer("a.share"), "a.share must be a whole number, not 0.5"),
         (lambda f: f.integer("a.flag"), "a.flag must be a whole number, not True"),
@@ -150,10 +150,10 @@ def test_what_is_a_gguf_file(tmp_path: Path, path: Path) -> None:
         (lambda f: f.integer("absent"), "lacks the metadata absent"),
     ],
 )
-def test_metadata_of_another_type(path: Path, ask: Any, message: str) -> None:
+def test_metadata_of_the_wrong_type_is_rejected(path: Path, getter: Any, message: str) -> None:
     file = GGUFFile(write_gguf(path, METADATA))
     with pytest.raises(ModelError, match=message):
-        ask(file)
+        getter(file)
 
 
 HUGE = (1 << 64) - 1
@@ -205,7 +205,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_headers(path: Path, name: str) -> None:
+def test_damaged_headers_are_rejected(path: Path, name: str) -> None:
     raw, message = DAMAGED[name]
     path.write_bytes(raw)
     with pytest.raises(ModelError, match=message):
@@ -236,20 +236,20 @@ DAMAGED_TENSORS = {
 
 
 @pytest.mark.parametrize("name", DAMAGED_TENSORS)
-def test_damaged_tensors(path: Path, name: str) -> None:
+def test_damaged_tensors_are_rejected(path: Path, name: str) -> None:
     info, message = DAMAGED_TENSORS[name]
     path.write_bytes(header(num_tensors=1) + info + bytes(200))
     with pytest.raises(ModelError, match=message):
         GGUFFile(path)
 
 
-def test_two_tensors_of_one_name(path: Path) -> None:
+def test_duplicate_tensor_names_are_rejected(path: Path) -> None:
     path.write_bytes(header(num_tensors=2) + tensor_info() * 2 + bytes(200))
     with pytest.raises(ModelError, match="tensor 't' twice"):
         GGUFFile(path)
 
 
-def test_tensors_on_top_of_each_other(path: Path) -> None:
+def test_overlapping_tensors_are_rejected(path: Path) -> None:
     infos = tensor_info((60,)) + tensor_info((60,), name=b"u")
     path.write_bytes(header(num_tensors=2) + infos + bytes(270))
     with pytest.raises(ModelError, match="its tensors overlap"):
@@ -263,7 +263,7 @@ def test_alignment_must_be_a_power_of_two(path: Path, alignment: int) -> None:
         GGUFFile(path)
 
 
-def test_cut_off_anywhere(path: Path) -> None:
+def test_truncated_files_are_rejected(path: Path) -> None:
     whole = write_gguf(path, METADATA, TENSORS).read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
@@ -271,8 +271,7 @@ def test_cut_off_anywhere(path: Path) -> None:
             GGUFFile(path)
 
 
-def test_damaged_anywhere(path: Path) -> None:
-    """Whatever bytes change, the file is read or refused."""
+def test_files_with_random_damage_are_read_or_rejected(path: Path) -> None:
     whole = write_gguf(path, METADATA, TENSORS).read_bytes()
     numbers = random.Random(11)
     num_read = 0
@@ -284,9 +283,9 @@ def test_damaged_anywhere(path: Path) -> None:
         try:
             file = GGUFFile(path)
             for key in file.metadata:
-                for ask in (file.texts, file.numbers):
+                for getter in (file.texts, file.numbers):
                     try:
-                        ask(key)
+                        getter(key)
                     except ModelError:
                         continue
             for place in file.tensors.values():

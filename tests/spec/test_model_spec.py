@@ -24,7 +24,7 @@ LLAMA = {
 }
 
 
-def test_llama() -> None:
+def test_llama_config_is_read() -> None:
     spec = parse_spec(LLAMA)
     assert (spec.head_dim, spec.num_kv_heads, spec.eos_token_ids) == (8, 2, (1, 2))
     (group,) = spec.cache_groups
@@ -33,7 +33,7 @@ def test_llama() -> None:
     assert spec.kv_bytes_per_token(2) == 2 * 4 * 2 * 8 * 2
 
 
-def test_gpt2_names() -> None:
+def test_gpt2_field_names_are_read() -> None:
     spec = parse_spec(
         {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 9,
          "n_positions": 64, "n_inner": None}
@@ -60,11 +60,11 @@ def test_gpt2_names() -> None:
         ),
     ],
 )  # fmt: skip
-def test_windows(changes: dict, windows: tuple) -> None:
+def test_layer_windows_of_each_model_type(changes: dict, windows: tuple) -> None:
     assert parse_spec(LLAMA | changes).layer_windows == windows
 
 
-def test_layers_of_one_window_form_a_group() -> None:
+def test_layers_with_the_same_window_form_a_cache_group() -> None:
     types = ["sliding_attention", "full_attention"] * 2
     windows = {"sliding_window": 7, "use_sliding_window": True, "layer_types": types}
     spec = parse_spec(LLAMA | {"model_type": "qwen3"} | windows)
@@ -73,7 +73,7 @@ def test_layers_of_one_window_form_a_group() -> None:
     assert (window.kind, window.layers, window.window) == ("window", (0, 2), 7)
 
 
-def test_errors_say_what_is_missing(tmp_path: Path) -> None:
+def test_errors_name_the_missing_file_or_field(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no config.json"):
         load_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")

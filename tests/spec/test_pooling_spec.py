@@ -15,8 +15,8 @@ from quire.spec.pooling_spec import pooling_of
 def spec_of(folder: Path, config: dict[str, Any], **settings: Any) -> PoolingSpec | None:
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"} | config))
     given = settings.pop("pooler_config", None)
-    asked = None if given is None else json.dumps(given)
-    return pooling_of(folder, ModelConfig(str(folder), pooler_config=asked, **settings))
+    pooler_text = None if given is None else json.dumps(given)
+    return pooling_of(folder, ModelConfig(str(folder), pooler_config=pooler_text, **settings))
 
 
 def modules(folder: Path, *kinds: str, **pooling: Any) -> None:
@@ -39,14 +39,14 @@ def modules(folder: Path, *kinds: str, **pooling: Any) -> None:
         ("Qwen3ForSequenceClassification", {"convert": "embed"}, "embed"),
     ],
 )
-def test_the_architecture_tells_it_unless_settings_do(
+def test_architecture_selects_the_task_unless_settings_do(
     tmp_path: Path, name: str, settings: dict[str, str], task: str | None
 ) -> None:
     found = spec_of(tmp_path, {"architectures": [name]}, **settings)
     assert (found and found.task) == task
 
 
-def test_sentence_transformers_files(tmp_path: Path) -> None:
+def test_sentence_transformers_files_set_the_pooling(tmp_path: Path) -> None:
     modules(tmp_path, "Transformer", "Pooling", pooling_mode_mean_tokens=True, word_dim=3)
     found = spec_of(tmp_path, {"architectures": ["Qwen3ForCausalLM"]})
     assert found == PoolingSpec("embed", "mean")
@@ -63,7 +63,7 @@ def test_sentence_transformers_files(tmp_path: Path) -> None:
         (["Pooling", "CNN"], {"pooling_mode": "lasttoken"}, "'CNN'"),
     ],
 )
-def test_what_is_not_done_is_refused(
+def test_unsupported_modules_are_rejected(
     tmp_path: Path, kinds: list[str], pooling: dict[str, Any], words: str
 ) -> None:
     modules(tmp_path, *kinds, **pooling)
@@ -71,7 +71,7 @@ def test_what_is_not_done_is_refused(
         spec_of(tmp_path, {})
 
 
-def test_a_path_out_of_the_model_is_not_followed(tmp_path: Path) -> None:
+def test_module_path_outside_the_model_is_rejected(tmp_path: Path) -> None:
     entry = {"type": "Pooling", "path": "../1_Pooling"}
     (tmp_path / "modules.json").write_text(json.dumps([entry]))
     with pytest.raises(ModelError, match="not a directory of the model"):
@@ -89,14 +89,16 @@ def test_a_path_out_of_the_model_is_not_followed(tmp_path: Path) -> None:
         ({"sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}}, "sigmoid"),
     ],
 )
-def test_activation_of_classes(tmp_path: Path, config: dict[str, Any], activation: str) -> None:
+def test_config_sets_the_activation_of_a_classifier(
+    tmp_path: Path, config: dict[str, Any], activation: str
+) -> None:
     found = spec_of(tmp_path, {"architectures": ["Qwen3ForSequenceClassification"]} | config)
     assert found is not None
     assert found.activation == activation
     assert found.is_scorer == (config.get("num_labels") == 1)
 
 
-def test_names_of_classes(tmp_path: Path) -> None:
+def test_labels_are_read_from_id2label(tmp_path: Path) -> None:
     named = {"id2label": {"1": "bad", "0": "good"}, "architectures": ["XForSequenceClassification"]}
     found = spec_of(tmp_path, named)
     assert found is not None and found.labels == ("good", "bad")
@@ -104,7 +106,7 @@ def test_names_of_classes(tmp_path: Path) -> None:
         spec_of(tmp_path, named | {"id2label": {"1": "bad", "2": "worse"}})
 
 
-def test_matryoshka(tmp_path: Path) -> None:
+def test_matryoshka_dimensions_are_read(tmp_path: Path) -> None:
     for config, dimensions in (
         ({}, None),
         ({"is_matryoshka": False}, ()),
@@ -124,6 +126,8 @@ def test_matryoshka(tmp_path: Path) -> None:
         ({"runner": "pooling", "pooler_config": {"normalize": 1}}, "must be a boolean"),
     ],
 )
-def test_settings_that_do_not_fit(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_conflicting_settings_are_rejected(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         spec_of(tmp_path, {"architectures": ["Qwen3ForCausalLM"]}, **settings)

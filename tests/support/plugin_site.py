@@ -1,4 +1,4 @@
-"""Packages installed in a folder, for tests of plug-ins; the examples of docs/extend are some."""
+"""Install packages in a folder, among them the examples of docs/extend, to test plug-ins."""
 
 import re
 import tomllib
@@ -11,7 +11,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def examples() -> dict[str, tuple[str, dict]]:
-    """Module name -> (its source, its pyproject.toml), in the documents' order."""
+    """Return module name -> (source, pyproject.toml) in the order of the documents."""
     found: dict[str, tuple[str, dict]] = {}
     pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCUMENTS)
     blocks = [text for _, text in BLOCK.findall(pages)]
@@ -35,7 +35,7 @@ class Site:
     def install(
         self, package: str, kind: PluginKind, name: str, target: str, source: str | None = None
     ) -> None:
-        """target: module:object. source: of the module."""
+        """Install a package with one entry point; target is module:object."""
         module = target.split(":")[0]
         if source is not None:
             (self.folder / f"{module}.py").write_text(source, encoding="utf-8")

@@ -39,21 +39,23 @@ EXCERPTS = [
 
 
 @pytest.mark.parametrize(("excerpt", "calls", "reasoning"), EXCERPTS)
-def test_templates_show_their_formats(excerpt: str, calls: str, reasoning: str | None) -> None:
+def test_formats_are_detected_from_the_template(
+    excerpt: str, calls: str, reasoning: str | None
+) -> None:
     found = detect_format(TOOLS + excerpt, None)
     assert found.calls is not None
     assert calls in found.calls.names
     assert found.reasoning == (None if reasoning is None else reasoning_row(reasoning))
 
 
-def test_a_template_that_shows_nothing_gets_the_most_usual_format() -> None:
-    """So that calls can be forced, whatever the model."""
+def test_template_without_marks_gets_the_hermes_format() -> None:
+    """The default format allows forced calls on any model."""
     usual = AnswerFormat(table.HERMES, None)
     assert detect_format("{{ message.content }}", None) == usual
     assert detect_format(None, None) == usual
 
 
-def test_added_tokens_decide_where_the_template_shows_nothing() -> None:
+def test_added_tokens_decide_where_the_template_has_no_marks() -> None:
     class WithTokens(Tokenizer):
         def __init__(self) -> None:
             self.added_tokens = {5: "[TOOL_CALLS]", 6: "[ARGS]"}
@@ -63,7 +65,7 @@ def test_added_tokens_decide_where_the_template_shows_nothing() -> None:
     assert detect_format("<tool_call>", WithTokens()).calls == table.HERMES
 
 
-def test_special_tokens_that_the_parser_must_see() -> None:
+def test_parser_sees_the_special_tokens_of_its_format() -> None:
     class WithTokens(Tokenizer):
         def __init__(self) -> None:
             names = ["</s>", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[THINK]", "<|message|>", "x"]
@@ -78,7 +80,7 @@ def test_special_tokens_that_the_parser_must_see() -> None:
     assert shown(AnswerFormat(None)) == ()
 
 
-def test_names_of_parsers() -> None:
+def test_formats_are_selected_by_the_names_of_parsers() -> None:
     assert detect_format("", None, "llama3_json", "granite") == AnswerFormat(
         table.LLAMA3, reasoning_row("granite")
     )
@@ -100,7 +102,7 @@ def test_names_of_parsers() -> None:
         ("What is <think>?<|im_end|>\n<|im_start|>assistant\n", False, False),
     ],
 )
-def test_the_prompt_tells_whether_reasoning_has_begun(
+def test_prompt_shows_whether_reasoning_has_begun_or_ended(
     prompt: str, begins: bool, is_over: bool
 ) -> None:
     found = AnswerFormat(None, table.THINK)
@@ -109,13 +111,13 @@ def test_the_prompt_tells_whether_reasoning_has_begun(
     assert (nothing.begins_in_reasoning(prompt), nothing.has_reasoned(prompt)) == (False, False)
 
 
-def test_a_mark_that_ends_any_message_closes_no_reasoning() -> None:
-    """Harmony's: what opens the content tells."""
+def test_mark_that_ends_any_message_does_not_end_reasoning() -> None:
+    """In Harmony, only the mark that opens the content ends the reasoning."""
     harmony = next(row for row in table.REASONING if row.content_open)
     assert not AnswerFormat(None, harmony).has_reasoned("<|start|>user<|message|>Hi<|end|>")
 
 
-def test_the_document_names_all_formats() -> None:
+def test_docs_list_all_formats() -> None:
     text = (Path(__file__).parents[3] / "docs" / "use" / "tools.md").read_text(encoding="utf-8")
     for row in (*table.CALLS, *table.REASONING):
         assert f"\n| {', '.join(f'`{name}`' for name in row.names)} |" in text

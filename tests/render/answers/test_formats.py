@@ -1,4 +1,4 @@
-"""Each format of the table: read from any pieces, and written by its grammar."""
+"""Each format of the table: parsed from any chunks, and produced by its grammar."""
 
 import dataclasses
 import json
@@ -21,8 +21,8 @@ from tests.support.render.answers import GOLDENS, NOW, TOOLS, WEATHER, Golden
 from tests.support.render.byte_vocabulary import Vocabulary, accepts, closings, marks_of
 
 
-def parsed(asked: RequestedAnswer, pieces: list[str]) -> list[Part]:
-    parser = asked.parser()
+def parsed(requested: RequestedAnswer, pieces: list[str]) -> list[Part]:
+    parser = requested.parser()
     out = [part for piece in pieces for part in parser.push(piece)]
     return without_ids(joined(out + parser.flush()))
 
@@ -43,7 +43,7 @@ goldens_in_turn = pytest.mark.parametrize(
 )
 
 
-def test_every_row_has_a_golden_answer() -> None:
+def test_every_format_has_a_golden_answer() -> None:
     assert {golden.calls.names for golden in GOLDENS if golden.calls} == {
         row.names for row in table.CALLS
     }
@@ -53,10 +53,10 @@ def test_every_row_has_a_golden_answer() -> None:
 
 
 @goldens
-def test_every_cut_gives_the_parts_of_the_whole(golden: Golden) -> None:
-    asked = RequestedAnswer(golden.format, TOOLS)
+def test_parser_gives_the_same_parts_for_every_split(golden: Golden) -> None:
+    requested = RequestedAnswer(golden.format, TOOLS)
     for pieces in cuts(golden.text):
-        assert parsed(asked, pieces) == golden.parts, pieces
+        assert parsed(requested, pieces) == golden.parts, pieces
 
 
 @pytest.mark.parametrize(
@@ -68,26 +68,26 @@ def test_every_cut_gives_the_parts_of_the_whole(golden: Golden) -> None:
         (table.LLAMA3, '{"name": "now", "parameters": null}'),
     ],
 )  # fmt: skip
-def test_null_arguments_are_an_empty_object(calls: CallFormat, text: str) -> None:
-    asked = RequestedAnswer(AnswerFormat(calls), TOOLS)
+def test_null_arguments_become_an_empty_object(calls: CallFormat, text: str) -> None:
+    requested = RequestedAnswer(AnswerFormat(calls), TOOLS)
     for pieces in cuts(text):
-        assert parsed(asked, pieces) == [
+        assert parsed(requested, pieces) == [
             CallBegun(0, "now", ""), CallArguments(0, "{}"), CallEnded(0),
         ]  # fmt: skip
 
 
 @goldens_in_turn
-def test_the_grammar_takes_the_golden_answer(golden: Golden, has_tokens: bool) -> None:
-    """By the longest tokens and by any others; with and without tokens for the marks."""
+def test_grammar_accepts_the_golden_answer(golden: Golden, has_tokens: bool) -> None:
+    """The answer comes in its longest tokens or in random ones, with or without mark tokens."""
     if not golden.is_written:
         return
     vocabulary = Vocabulary(marks_of(golden.format) if has_tokens else ())
     strict = tuple(dataclasses.replace(tool, strict=True) for tool in TOOLS)
-    for asked in (
+    for requested in (
         RequestedAnswer(golden.format, TOOLS, "required"),
         RequestedAnswer(golden.format, strict),
     ):
-        grammar = answer_grammar(asked, vocabulary.added)
+        grammar = answer_grammar(requested, vocabulary.added)
         assert accepts(vocabulary, grammar, vocabulary.split(golden.text)) == ""
         unforced = grammar.replace("%llguidance {}", '%llguidance {"no_forcing": true}')
         for seed in range(2):
@@ -96,7 +96,7 @@ def test_the_grammar_takes_the_golden_answer(golden: Golden, has_tokens: bool) -
 
 
 def walk(vocabulary: Vocabulary, grammar: str, chance: random.Random) -> list[int]:
-    """Tokens that the grammar allows, by chance; what may end something is taken more often."""
+    """Return random tokens that the grammar allows, preferring tokens that may end a part."""
     matcher = vocabulary.matcher(grammar)
     found: list[int] = []
     while not matcher.is_stopped():
@@ -116,7 +116,7 @@ def walk(vocabulary: Vocabulary, grammar: str, chance: random.Random) -> list[in
 
 
 def check_calls(parts: list[Part]) -> None:
-    """Every call is one of a tool, with arguments that its schema allows."""
+    """Check that every call names a tool and has arguments that its schema allows."""
     names = [part.name for part in parts if isinstance(part, CallBegun)]
     texts = [part.text for part in parts if isinstance(part, CallArguments)]
     assert len(names) == len(texts)
@@ -129,8 +129,9 @@ def check_calls(parts: list[Part]) -> None:
 
 
 @goldens_in_turn
-def test_what_a_grammar_allows_is_read_as_calls(golden: Golden, has_tokens: bool) -> None:
-    """Whatever a model makes of it."""
+def test_parser_reads_valid_calls_from_random_texts_of_the_grammar(
+    golden: Golden, has_tokens: bool
+) -> None:
     if not golden.is_written:
         return
     chance = random.Random(golden.name)
@@ -138,18 +139,18 @@ def test_what_a_grammar_allows_is_read_as_calls(golden: Golden, has_tokens: bool
     forced = RequestedAnswer(golden.format, TOOLS, "required")
     free = RequestedAnswer(golden.format, (WEATHER, NOW))
     named = RequestedAnswer(golden.format, TOOLS, NamedTool("get_weather"), parallel=False)
-    for asked in (forced, free, named):
-        grammar = answer_grammar(asked, vocabulary.added)
+    for requested in (forced, free, named):
+        grammar = answer_grammar(requested, vocabulary.added)
         for _ in range(2):
             text = vocabulary.text(walk(vocabulary, grammar, chance))
-            parts = parsed(asked, [text])
+            parts = parsed(requested, [text])
             check_calls(parts)
             names = [part.name for part in parts if isinstance(part, CallBegun)]
             content = "".join(part.text for part in parts if isinstance(part, Content))
-            if asked is not free:
+            if requested is not free:
                 assert not content, text
                 assert names, text
-            if asked is named:
+            if requested is named:
                 assert names == ["get_weather"]
             marks = content_marks(golden.calls, golden.reasoning)
             assert not any(mark in content for mark in marks), text
@@ -157,8 +158,7 @@ def test_what_a_grammar_allows_is_read_as_calls(golden: Golden, has_tokens: bool
 
 @given(st.data())
 @settings(max_examples=120, deadline=None)
-def test_nothing_that_a_model_writes_is_lost(data: st.DataObject) -> None:
-    """Whatever it writes in whatever format: all but the marks is in the parts."""
+def test_parser_loses_no_text_but_the_marks(data: st.DataObject) -> None:
     golden = data.draw(st.sampled_from(GOLDENS))
     words = [word for mark in golden.format.marks() for word in mark.split()]
     pieces = st.sampled_from([*words, "get_weather", "now", "city", " ", "\n",
@@ -166,13 +166,13 @@ def test_nothing_that_a_model_writes_is_lost(data: st.DataObject) -> None:
                               golden.text, golden.text[: len(golden.text) // 2],
                               golden.text[len(golden.text) // 2 :], '"name": "now"', '"arguments":',
                               '"name": "f"', '"parameters":'])  # fmt: skip
-    plain = st.characters(exclude_categories=["C"])  # the others are escaped in arguments
+    plain = st.characters(exclude_categories=["C"])  # arguments escape control characters
     text = "".join(data.draw(st.lists(pieces | st.text(plain, max_size=3), max_size=12)))
-    asked = RequestedAnswer(golden.format, data.draw(st.sampled_from([TOOLS, ()])))
-    parts = parsed(asked, [text])
-    assert parsed(asked, list(text)) == parts
+    requested = RequestedAnswer(golden.format, data.draw(st.sampled_from([TOOLS, ()])))
+    parts = parsed(requested, [text])
+    assert parsed(requested, list(text)) == parts
     cut = data.draw(st.integers(0, len(text)))
-    assert parsed(asked, [text[:cut], text[cut:]]) == parts
+    assert parsed(requested, [text[:cut], text[cut:]]) == parts
     check_order(parts)
     found = "".join(shown(part) for part in parts)
     for word in sorted(words, key=len, reverse=True):
@@ -183,14 +183,14 @@ def test_nothing_that_a_model_writes_is_lost(data: st.DataObject) -> None:
 
 
 def shown(part: Part) -> str:
-    """What a part says, with the keys of a call."""
+    """Return the text of a part, with the keys of a call."""
     if isinstance(part, CallBegun):
         return f"name {part.name} arguments parameters"
     return "" if isinstance(part, CallEnded) else part.text
 
 
 def check_order(parts: list[Part]) -> None:
-    """Calls are begun one after the other, and each is ended before anything else comes."""
+    """Check that calls are numbered in order and that each ends before the next part."""
     number, is_open = 0, False
     for part in parts:
         if isinstance(part, CallBegun):
@@ -212,32 +212,32 @@ TIMED = list({golden.format: golden for golden in reversed(GOLDENS[::3])}.values
 
 
 @pytest.mark.parametrize("golden", TIMED, ids=[golden.name for golden in TIMED])
-def test_the_time_is_linear_in_each_format(golden: Golden) -> None:
-    asked = RequestedAnswer(golden.format, TOOLS)
+def test_parsing_time_is_linear_in_each_format(golden: Golden) -> None:
+    requested = RequestedAnswer(golden.format, TOOLS)
     start = time.process_time()
     for opener in content_marks(golden.calls, golden.reasoning):
         for unit in (opener, f'{opener}{{"name"', f"{opener}now", golden.text[: 2 * len(opener)]):
-            parsed(asked, [unit * 400])
-            parsed(asked, [unit] * 400)
+            parsed(requested, [unit * 400])
+            parsed(requested, [unit] * 400)
     assert time.process_time() - start < 1.6
 
 
-def test_reasoning_ends_where_its_budget_does() -> None:
-    """Whatever a model makes of it, also where no token, but a text ends the reasoning."""
+def test_reasoning_ends_within_its_token_budget() -> None:
+    """The budget also holds if the closing mark is text and not a token."""
     chance = random.Random(5)
     for form in (table.THINK, *table.REASONING):
         calls = table.HARMONY if form.content_open else table.HERMES
         formats = AnswerFormat(calls, form)
         vocabulary = Vocabulary(marks_of(formats), (*form.close.split(), "ab"))
         for choice in ("auto", "required"):
-            asked = RequestedAnswer(
+            requested = RequestedAnswer(
                 formats, TOOLS, choice, begins_in_reasoning=True, thinking_token_budget=9
             )
-            grammar = answer_grammar(asked, vocabulary.added)
+            grammar = answer_grammar(requested, vocabulary.added)
             for _ in range(5):
                 token_ids = walk(vocabulary, grammar, chance)
                 text = vocabulary.text(token_ids)
                 close = vocabulary.added.get(form.close)
                 place = text.index(form.close) if close is None else token_ids.index(close)
                 assert place <= 9
-                check_calls(parsed(asked, [text]))
+                check_calls(parsed(requested, [text]))

@@ -1,4 +1,4 @@
-"""Arguments between marks of their own: typed by the schema, and kept to it by the grammar.
+"""Arguments in parameter marks: typed by the schema, which the grammar enforces.
 
 Covers `render/answers/parameters.py` and `render/answers/parameters_grammar.py`.
 """
@@ -30,7 +30,7 @@ def written(values: dict[str, str]) -> str:
     return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
 
 
-def asked(properties: dict[str, Any], **schema: object) -> RequestedAnswer:
+def requested(properties: dict[str, Any], **schema: object) -> RequestedAnswer:
     whole = {"type": "object", "properties": properties} | schema
     return RequestedAnswer(CODER, (Tool("f", whole),), "required")
 
@@ -69,11 +69,11 @@ def read(one: RequestedAnswer, text: str) -> str:
         ({}, ["5", '"a"', "[null]"], ["abc"]),
     ],
 )
-def test_what_the_grammar_allows_is_what_the_schema_does(
+def test_grammar_accepts_only_values_that_the_schema_allows(
     schema: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     definitions = {"word": {"type": "string", "maxLength": 2}}
-    one = asked({"p": schema}, required=["p"], **{"$defs": definitions})
+    one = requested({"p": schema}, required=["p"], **{"$defs": definitions})
     whole = {"properties": {"p": schema}, "$defs": definitions}
     for value in good:
         text = written({"p": value})
@@ -83,8 +83,8 @@ def test_what_the_grammar_allows_is_what_the_schema_does(
         assert fault(one, written({"p": value})), value
 
 
-def test_required_ones_must_come_and_others_may() -> None:
-    one = asked({"a": {"type": "integer"}, "b": {"type": "integer"}}, required=["b", "c"])
+def test_required_parameters_must_be_present_and_others_may_be() -> None:
+    one = requested({"a": {"type": "integer"}, "b": {"type": "integer"}}, required=["b", "c"])
     assert fault(one, written({"b": "1", "c": "[2]"})) == ""
     assert fault(one, written({"a": "1", "b": "1", "c": "2"})) == ""
     for keys in ("a", "b", "ab", "bac", "abcd"):
@@ -92,7 +92,7 @@ def test_required_ones_must_come_and_others_may() -> None:
     assert fault(RequestedAnswer(CODER, (Tool("f"),), "required"), written({})) == ""
 
 
-def test_values_are_typed_as_well_as_can_be() -> None:
+def test_values_are_converted_to_the_types_of_the_schema_if_possible() -> None:
     for value, types, expected in [
         ("5", {"integer"}, "5"), ("5", {"number"}, "5"), ("5", {"string", "null"}, '"5"'),
         ("null", {"string", "null"}, "null"), ("None", {"string", "null"}, "null"),
@@ -103,8 +103,8 @@ def test_values_are_typed_as_well_as_can_be() -> None:
         assert typed(value, None if types is None else frozenset(types)) == expected
 
 
-def test_strings_stream_and_what_is_cut_off_stays() -> None:
-    one = asked({"s": {"type": "string"}, "n": {"type": "integer"}})
+def test_strings_stream_and_truncated_calls_keep_their_values() -> None:
+    one = requested({"s": {"type": "string"}, "n": {"type": "integer"}})
     parser = one.parser()
     parser.push("<tool_call>\n<function=f>\n<parameter=s>\nab")
     assert parser.push('c"') == [CallArguments(0, 'c\\"')]
@@ -127,19 +127,19 @@ def test_strings_stream_and_what_is_cut_off_stays() -> None:
         {"properties": {"a": {"enum": ["</parameter>"]}}},
     ],
 )  # fmt: skip
-def test_what_the_format_cannot_write_is_refused(schema: dict[str, Any]) -> None:
+def test_schemas_that_the_format_cannot_express_are_rejected(schema: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as raised:
         answer_grammar(RequestedAnswer(CODER, (Tool("f", schema),), "required"), VOCABULARY.added)
     assert raised.value.field == "tools"
 
 
-def test_values_of_other_types_and_the_closing_mark_are_left_out_of_a_choice() -> None:
-    one = asked({"p": {"type": "string", "enum": ["x", 1, "a</parameter>"]}}, required=["p"])
+def test_enum_skips_values_of_other_types_or_with_the_closing_mark() -> None:
+    one = requested({"p": {"type": "string", "enum": ["x", 1, "a</parameter>"]}}, required=["p"])
     assert fault(one, written({"p": "x"})) == ""
     assert fault(one, written({"p": "1"})) and fault(one, written({"p": "a"}))
 
 
-def test_the_whole_schema_may_be_a_reference() -> None:
+def test_whole_schema_may_be_a_reference() -> None:
     pair = {
         "properties": {"a": {"type": "string"}, "b": {"$ref": "#/$defs/pair"}},
         "required": ["a"],
@@ -160,20 +160,20 @@ def test_the_whole_schema_may_be_a_reference() -> None:
         ({}, "\n</parameter>"),
     ],
 )
-def test_the_closing_mark_may_stand_in_json(schema: dict[str, Any], value: Any) -> None:
-    one = asked({"p": schema, "q": {"type": "string"}}, required=["p", "q"])
+def test_json_values_may_contain_the_closing_mark(schema: dict[str, Any], value: Any) -> None:
+    one = requested({"p": schema, "q": {"type": "string"}}, required=["p", "q"])
     text = written({"p": json.dumps(value), "q": '["a'})
     assert fault(one, text) == ""
     assert json.loads(read(one, text)) == {"p": value, "q": '["a'}
 
 
 @pytest.mark.parametrize("value", ['"a', '["a"', '{"a": 1} x', '["a"]]', '"a" "b"', "[", '"\\q"'])
-def test_what_only_begins_as_json_is_a_text(value: str) -> None:
-    one = asked({"p": {}, "q": {"type": "string"}}, required=["p", "q"])
+def test_values_that_only_begin_as_json_are_text(value: str) -> None:
+    one = requested({"p": {}, "q": {"type": "string"}}, required=["p", "q"])
     assert json.loads(read(one, written({"p": value, "q": "b"}))) == {"p": value, "q": "b"}
 
 
-def test_a_schema_that_refers_to_itself_takes_no_time() -> None:
+def test_types_of_a_recursive_schema_are_found() -> None:
     itself = {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}, {"type": "integer"}]}
     root = {"$defs": {"x": itself}}
     assert types_of(itself, root) == {"integer"}
@@ -181,10 +181,10 @@ def test_a_schema_that_refers_to_itself_takes_no_time() -> None:
     assert types_of(itself, root) is None
 
 
-def test_what_would_make_a_long_grammar_is_refused_before_it_is_made() -> None:
-    """What all refer to would stand in it once for each; nobody waits for that."""
+def test_schema_with_a_huge_grammar_is_rejected_before_it_is_built() -> None:
+    """The grammar would repeat the definitions for each of 4000 references."""
     names = {f"d{i}": {"type": "integer"} for i in range(4000)}
-    one = asked({f"p{i}": {"$ref": "#/$defs/d0"} for i in range(4000)}, **{"$defs": names})
+    one = requested({f"p{i}": {"$ref": "#/$defs/d0"} for i in range(4000)}, **{"$defs": names})
     begun = time.process_time()
     with pytest.raises(RequestError, match="use a smaller one"):
         answer_grammar(one, VOCABULARY.added)

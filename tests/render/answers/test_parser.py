@@ -1,4 +1,4 @@
-"""Answers cut anywhere give the parts of the whole, and no text of the model is lost.
+"""Answers give the same parts however they are split, and no text of the model is lost.
 
 Covers `render/answers/calls.py`, `render/answers/feed.py` and `render/answers/json_reader.py`.
 """
@@ -39,7 +39,7 @@ def without_ids(parts: list[Part]) -> list[Part]:
 
 
 def cuts(text: str) -> list[list[str]]:
-    """Every cut into two and every cut into three around it, and all characters alone."""
+    """Return every split into two, every split around one character, and all characters."""
     found = [[text[:i], text[i:]] for i in range(len(text) + 1)]
     found += [[text[:i], text[i : i + 1], text[i + 1 :]] for i in range(len(text))]
     return [*found, list(text)]
@@ -104,12 +104,12 @@ SAMPLES: list[tuple[str, list[Part]]] = [
 
 
 @pytest.mark.parametrize(("text", "parts"), SAMPLES)
-def test_every_cut_gives_the_parts_of_the_whole(text: str, parts: list[Part]) -> None:
+def test_parser_gives_the_same_parts_for_every_split(text: str, parts: list[Part]) -> None:
     for pieces in cuts(text):
         assert parsed(pieces) == parts, pieces
 
 
-def test_the_prompt_may_open_the_reasoning() -> None:
+def test_prompt_may_open_the_reasoning() -> None:
     text = "abc </th </think>\n\nhello"
     for pieces in cuts(text):
         assert parsed(pieces, True) == [Reasoning("abc </th"), Content("hello")]
@@ -117,7 +117,7 @@ def test_the_prompt_may_open_the_reasoning() -> None:
     assert parsed(["</think>abc"], True) == [Content("abc")]
 
 
-def test_random_texts_cut_at_random() -> None:
+def test_random_splits_of_random_texts_give_the_same_parts() -> None:
     chance = random.Random(7)
     words = ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": 1}}', '"', "{", "}",
              "\\", " ", "\n", "<", "x", "[", "]", SHORT, '{"name":', "null", "<think>", "</think>",
@@ -129,7 +129,7 @@ def test_random_texts_cut_at_random() -> None:
         assert parsed(pieces) == parsed([text]), pieces
 
 
-def test_text_is_not_held_back() -> None:
+def test_text_is_held_back_only_while_it_may_begin_a_mark() -> None:
     parser = AnswerParser(HERMES, THINK)
     assert parser.push("Hello") == [Content("Hello")]
     assert parser.push(" wor") == [Content(" wor")]
@@ -153,8 +153,8 @@ def test_arguments_stream_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-def test_calls_can_always_be_sent_as_utf8(size: int) -> None:
-    r"""A model may write \ud800, half of a pair, in JSON."""
+def test_calls_with_lone_surrogates_can_be_sent_as_utf8(size: int) -> None:
+    r"""A model may write \ud800, a lone surrogate, in JSON."""
     for arguments in (r'{"a": "\udfff"}', r'"{\"a\": \"\udfff\"}"', r'"{\"a\": \"\\udfff\"}"'):
         text = rf'<tool_call>{{"name": "\ud800f", "arguments": {arguments}}}</tool_call>'
         begun, given, _ = parsed([text[i : i + size] for i in range(0, len(text), size)])
@@ -181,8 +181,8 @@ def test_deep_arguments_do_not_raise() -> None:
      '<tool_call>{"name":"f","arguments":[', '<tool_call>{"name":"f","arguments":{}', "<think>",
      '["<tool_call>{",'],
 )  # fmt: skip
-def test_the_time_is_linear(unit: str, together: bool) -> None:
-    """Eight times as many pieces take 64 times as long in quadratic time."""
+def test_parsing_time_is_linear(unit: str, together: bool) -> None:
+    """In quadratic time, eight times as many chunks would take 64 times as long."""
 
     def cpu_s(pieces: int) -> float:
         start = time.process_time()
@@ -190,7 +190,7 @@ def test_the_time_is_linear(unit: str, together: bool) -> None:
         return time.process_time() - start
 
     ratios = (cpu_s(3000) / max(cpu_s(375) for _ in range(3)) for _ in range(3))
-    assert any(ratio < 24 for ratio in ratios)  # each try may meet a busy core
+    assert any(ratio < 24 for ratio in ratios)  # a busy core may spoil one measurement
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_the_time_is_linear(unit: str, together: bool) -> None:
         ("<think>a</think><think>b</think>c", False, len("<think>a</think><think>b</think>")),
     ],
 )
-def test_where_reasoning_ends(text: str, begins: bool, end: int | None) -> None:
-    """It is told as soon as it is known, wherever the text is cut."""
+def test_parser_reports_where_reasoning_ends(text: str, begins: bool, end: int | None) -> None:
+    """The position does not depend on where the text is split."""
     for cut in range(len(text) + 1):
         parser = AnswerParser(HERMES, THINK, begins_in_reasoning=begins)
         parser.push(text[:cut])

@@ -11,7 +11,7 @@ from quire.render.answers.tools import tools_of
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
-def test_what_a_description_says() -> None:
+def test_tools_are_read_from_their_descriptions() -> None:
     described = [
         {"type": "function", "function": {"name": "a", "parameters": SCHEMA, "strict": True}},
         {"type": "function", "function": {"name": "b", "parameters": None, "description": "x"}},
@@ -32,7 +32,7 @@ def test_what_a_description_says() -> None:
         ({"function": {"name": "g", "parameters": "object"}}, "must be a JSON schema, got str"),
     ],
 )
-def test_what_is_no_tool(tool: dict[str, Any], words: str) -> None:
+def test_malformed_tools_are_rejected(tool: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         tools_of([{"type": "function", "function": {"name": "f"}}, tool])
     assert caught.value.field == "tools[1]"

@@ -1,4 +1,4 @@
-"""Makes what is not written by hand in the golden files: tokenizers, and token ids of the cases.
+"""Generate the tokenizers and token ids of the golden files; their texts are written by hand.
 
     python -m tests.render.golden.make            shows what would change
     python -m tests.render.golden.make --write    changes it
@@ -29,7 +29,7 @@ MAX_DIFF = 60  # lines shown per file
 
 
 def make_format(folder: Path) -> dict[str, str]:
-    """File name -> text, of the files that are made for one format."""
+    """Return the generated files of one format: file name -> text."""
     name = folder.name
     backend = BUILDERS[name]()
     cases = json.loads((folder / "cases.json").read_text("utf-8"))
@@ -45,7 +45,7 @@ def make_format(folder: Path) -> dict[str, str]:
 
 
 def dump_cases(cases: list[dict[str, Any]]) -> str:
-    """JSON with a line for each message and each piece of text, and one for all ids."""
+    """Return JSON with a line for each message and each piece of text, and one for all ids."""
     blocks = []
     for case in cases:
         parts = [f"  {_json(key)}: {_value(key, value)}" for key, value in case.items()]
@@ -64,7 +64,7 @@ def _json(value: Any) -> str:
 
 
 def wrong_texts(folder: Path, made: dict[str, str]) -> list[str]:
-    """Where transformers, with the new files, makes another text than the one written by hand."""
+    """Return differences between the texts of transformers with the new files and our texts."""
     with TemporaryDirectory() as empty:
         copy = Path(empty) / folder.name
         copy.mkdir()
@@ -83,7 +83,7 @@ def _wrong_text(case: Case) -> str:
 
 
 def show_change(path: Path, text: str) -> str:
-    """A diff of one file, empty if it stays as it is."""
+    """Return a diff of one file, empty if the file does not change."""
     old = path.read_text("utf-8") if path.is_file() else ""
     if old == text:
         return ""
@@ -98,7 +98,7 @@ def show_change(path: Path, text: str) -> str:
 
 
 def run(root: Path, write: bool) -> int:
-    """Show, and write if asked to, what changes under root; the exit status."""
+    """Show what changes under root, write it if `write`, and return the exit status."""
     changed = False
     for folder in (root / name for name in FORMATS):
         made = make_format(folder)

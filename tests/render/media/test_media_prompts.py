@@ -70,7 +70,7 @@ PICTURES = [
 
 
 VIDEO = {"type": "video"}
-NUM_CROPS = 5  # of two of the pictures; the others are too square or too narrow
+NUM_CROPS = 5  # of two pictures; the remaining ones are too square or too narrow
 
 
 def theirs(model_type: str, config: dict[str, Any]) -> Any:
@@ -107,7 +107,7 @@ def rendered(renderer: Renderer, pictures: Sequence[Image.Image] = PICTURES) -> 
 
 
 def check_spans(prompt: RenderedPrompt, token_id: int | None) -> None:
-    """Items cover the placeholder tokens, and nothing else."""
+    """Check that the items cover exactly the placeholder tokens."""
     covered = {index for item in prompt.media for index in range(item.start, item.end)}
     assert covered == {i for i, each in enumerate(prompt.token_ids) if each == token_id}
     assert sum(item.num_tokens for item in prompt.media) == len(covered)
@@ -118,14 +118,14 @@ def check_spans(prompt: RenderedPrompt, token_id: int | None) -> None:
     ("model_type", "changes"),
     [*((model_type, {}) for model_type in VISION_CONFIGS), ("gemma3", {"do_pan_and_scan": True})],
 )
-def test_token_ids_are_those_of_transformers(
+def test_token_ids_equal_those_of_transformers(
     tmp_path: Path, model_type: str, changes: dict[str, Any]
 ) -> None:
     renderer = renderer_of(write_vision_model(tmp_path, model_type, changes))
     ours = rendered(renderer)
     assert ours.text == renderer.chat_text(CONVERSATION)
     processor = theirs(model_type, VISION_CONFIGS[model_type] | changes)
-    if changes:  # Gemma3Processor takes these from the call only
+    if changes:  # Gemma3Processor reads these only from the call
         changes = changes | {"pan_and_scan_min_crop_size": 32}
     expected = processor(text=[ours.text], images=PICTURES, add_special_tokens=False, **changes)
     assert ours.token_ids == list(expected["input_ids"][0])
@@ -137,7 +137,7 @@ def test_token_ids_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
-def test_token_ids_of_videos_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
+def test_token_ids_of_videos_equal_those_of_transformers(tmp_path: Path, model_type: str) -> None:
     renderer = renderer_of(write_vision_model(tmp_path, model_type))
     assert renderer.media is not None and renderer.tokenizer is not None
     pixels = np.stack([np.asarray(picture(64, 40, seed)) for seed in range(5)])
@@ -168,10 +168,10 @@ def test_marks_in_token_ids_are_expanded_as_in_text(tmp_path: Path, model_type: 
     marked = renderer.tokenizer.encode(from_text.text, add_special_tokens=False)
     from_ids = renderer.render({"prompt_token_ids": marked}, media=prepared(renderer, PICTURES))
     assert (from_ids.token_ids, from_ids.media) == (from_text.token_ids, from_text.media)
-    assert renderer.render(marked).token_ids == marked  # without media they mean nothing
+    assert renderer.render(marked).token_ids == marked  # without media, marks stay as they are
 
 
-def test_marks_of_gemma_in_token_ids_become_whole_placeholders(tmp_path: Path) -> None:
+def test_gemma_marks_in_token_ids_become_complete_placeholders(tmp_path: Path) -> None:
     renderer = renderer_of(write_vision_model(tmp_path, "gemma3"))
     assert renderer.tokenizer is not None
     text = "ab<start_of_image>"
@@ -182,7 +182,7 @@ def test_marks_of_gemma_in_token_ids_become_whole_placeholders(tmp_path: Path) -
     )
 
 
-def test_digests_tell_images_and_families_apart(tmp_path: Path) -> None:
+def test_digests_differ_between_images_and_model_families(tmp_path: Path) -> None:
     digests = set()
     for model_type in VISION_CONFIGS:
         renderer = renderer_of(write_vision_model(tmp_path, model_type))
@@ -195,7 +195,9 @@ def test_digests_tell_images_and_families_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["byte_level", "llama", "gemma", "metaspace"])
 @pytest.mark.parametrize("strips", [{}, {"lstrip": True, "rstrip": True}])
-def test_repeating_ids_equals_repeating_text(family: str, strips: dict[str, bool]) -> None:
+def test_expanded_ids_equal_the_ids_of_repeated_placeholders(
+    family: str, strips: dict[str, bool]
+) -> None:
     backend = BUILDERS[family]()
     backend.add_tokens([AddedToken("<image>", **{"normalized": False, **strips})])
     tokenizer = Tokenizer(backend, TokenizerFiles(Path()))
@@ -208,7 +210,7 @@ def test_repeating_ids_equals_repeating_text(family: str, strips: dict[str, bool
     assert token_ids == tokenizer.encode(text.replace("<image>", "<image>" * 5))
 
 
-def test_the_digest_covers_all_but_the_place() -> None:
+def test_digest_covers_everything_but_the_position() -> None:
     pixels, table = np.zeros((2, 2, 3), np.uint8), np.zeros((3, 256), np.float32)
     image = ProcessedImage(pixels, table, (1, 2), 4)
     changed = [
@@ -232,16 +234,18 @@ TYPED = [
 
 
 @pytest.mark.parametrize(("model_type", "token"), TYPED)
-def test_a_placeholder_in_a_text_is_refused(tmp_path: Path, model_type: str, token: str) -> None:
+def test_placeholders_in_the_text_of_a_client_are_rejected(
+    tmp_path: Path, model_type: str, token: str
+) -> None:
     renderer = renderer_of(write_vision_model(tmp_path, model_type))
     [media] = prepared(renderer, PICTURES[:1])
-    said = {"role": "user", "content": [text_part(f"look: {token}"), IMAGE_PART]}
+    message = {"role": "user", "content": [text_part(f"look: {token}"), IMAGE_PART]}
     with pytest.raises(RequestError, match=r"messages\[0\] has the text") as caught:
-        renderer.render([said], media=[media])
+        renderer.render([message], media=[media])
     assert caught.value.field == "messages[0]" and token in str(caught.value)
     with pytest.raises(RequestError, match="stands for an image"):
         renderer.render([{"role": "user", "content": token}])
-    # Joined by the template from two parts, it is counted.
+    # A placeholder that the template joins from two parts is found by its count.
     halves = [text_part(token[:4]), text_part(token[4:])]
     with pytest.raises(RequestError, match="the number of placeholders|the prompt has the text"):
         renderer.render([{"role": "user", "content": [*halves, IMAGE_PART]}], media=[media])
@@ -249,7 +253,7 @@ def test_a_placeholder_in_a_text_is_refused(tmp_path: Path, model_type: str, tok
         renderer.render(f"look: {token}")
 
 
-def test_each_image_needs_a_placeholder(tmp_path: Path) -> None:
+def test_prompt_must_have_one_placeholder_per_image(tmp_path: Path) -> None:
     renderer = renderer_of(write_vision_model(tmp_path, "qwen2_vl"))
     media = prepared(renderer, PICTURES[:2])
     assert renderer.tokenizer is not None
@@ -262,14 +266,14 @@ def test_each_image_needs_a_placeholder(tmp_path: Path) -> None:
         renderer.render(mark_ids, media=media)
     text_only = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(RequestError, match="takes only text"):
-        said = {"role": "user", "content": [IMAGE_PART, text_part("ab")]}
-        renderer.render([said], template=text_only, media=media[:1])
+        message = {"role": "user", "content": [IMAGE_PART, text_part("ab")]}
+        renderer.render([message], template=text_only, media=media[:1])
     drops = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     with pytest.raises(RequestError, match="prompt is 0, .*images is 1"):
-        renderer.render([said], template=drops, media=media[:1])
+        renderer.render([message], template=drops, media=media[:1])
 
 
-def test_models_without_a_tower_take_no_images(tmp_path: Path) -> None:
+def test_models_without_a_vision_tower_reject_images(tmp_path: Path) -> None:
     own = renderer_of(write_vision_model(tmp_path, "llava"))
     media = prepared(own, PICTURES[:1])
     renderer = Renderer(own.tokenizer)
@@ -278,19 +282,19 @@ def test_models_without_a_tower_take_no_images(tmp_path: Path) -> None:
             renderer.render(prompt, media=media)
     with pytest.raises(RequestError, match="this model does not accept videos; it accepts images"):
         own.render([{"role": "user", "content": [VIDEO]}], media=media)
-    assert renderer.render("<image>").media == ()  # means nothing to it
+    assert renderer.render("<image>").media == ()  # plain text for this model
 
 
-def test_a_prompt_with_images_is_not_cut(tmp_path: Path) -> None:
+def test_truncation_that_would_cut_a_prompt_with_images_is_rejected(tmp_path: Path) -> None:
     prompt = rendered(renderer_of(write_vision_model(tmp_path, "llava")))
     assert truncated(prompt, len(prompt.token_ids), 0) is prompt
     with pytest.raises(RequestError, match="would cut a prompt with images"):
         truncated(prompt, 5, 0)
 
 
-def test_the_final_message_is_continued_behind_a_text_only(tmp_path: Path) -> None:
+def test_final_message_to_continue_must_end_with_text(tmp_path: Path) -> None:
     renderer = renderer_of(write_vision_model(tmp_path, "qwen2_vl"))
     options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
-    said = {"role": "user", "content": [text_part("ab"), IMAGE_PART]}
+    message = {"role": "user", "content": [text_part("ab"), IMAGE_PART]}
     with pytest.raises(RequestError, match="ends with text"):
-        renderer.chat_text([said], options)
+        renderer.chat_text([message], options)

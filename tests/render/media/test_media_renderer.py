@@ -1,4 +1,4 @@
-"""Files become prepared media in bounded processes, which start late; the last ones are cached."""
+"""Media files are decoded in bounded processes that start on demand; results are cached."""
 
 import asyncio
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ FILES = [encoded(picture(40, 30, seed)) for seed in range(3)]
 
 
 class WorkerHere:
-    """Does the jobs of the decoding process here, and counts them."""
+    """Runs the jobs of the decoding process in this process, and counts them."""
 
     def __init__(self) -> None:
         self.num_jobs = 0
@@ -71,7 +71,7 @@ def test_no_process_starts_before_the_first_file(media: MediaRenderer) -> None:
     process.kill()
 
 
-def test_a_damaged_file_fails_alone(media: MediaRenderer, worker: WorkerHere) -> None:
+def test_damaged_file_does_not_fail_other_files(media: MediaRenderer, worker: WorkerHere) -> None:
     with pytest.raises(RequestError, match="none of the formats"):
         asyncio.run(media.file_async(b"hello"))
     with pytest.raises(RequestError, match="none of the formats"):
@@ -81,7 +81,7 @@ def test_a_damaged_file_fails_alone(media: MediaRenderer, worker: WorkerHere) ->
         media.file(b"x" * (media.limits.max_bytes + 1))
 
 
-def test_the_cache_keeps_the_last_used_within_its_bytes(media: MediaRenderer) -> None:
+def test_cache_evicts_the_least_recently_used_media(media: MediaRenderer) -> None:
     images = [media.image(pixels(data)) for data in FILES]
     each = images[0].num_bytes
     assert each > 0
@@ -96,7 +96,7 @@ def test_the_cache_keeps_the_last_used_within_its_bytes(media: MediaRenderer) ->
     assert small.get(b"a") is None
 
 
-def test_a_file_that_left_the_cache_is_decoded_again(tmp_path: Path) -> None:
+def test_evicted_file_is_decoded_again(tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path, "qwen2_vl")
     settings = media_settings(ModelFiles({"model_type": "qwen2_vl"}))
     made = renderer_of(folder).media
@@ -108,7 +108,7 @@ def test_a_file_that_left_the_cache_is_decoded_again(tmp_path: Path) -> None:
     assert worker.num_jobs == 2
 
 
-def test_only_models_with_a_tower_and_a_processor_take_images(tmp_path: Path) -> None:
+def test_only_models_with_a_tower_and_a_processor_accept_images(tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path, "gemma3")
     assert takes_images(folder)
     config = folder / "config.json"
@@ -118,7 +118,7 @@ def test_only_models_with_a_tower_and_a_processor_take_images(tmp_path: Path) ->
     assert not takes_images(tmp_path / "absent")
 
 
-def test_a_tokenizer_without_the_placeholder_is_refused(tmp_path: Path) -> None:
+def test_tokenizer_without_the_placeholder_is_rejected(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(write_vision_model(tmp_path / "a", "llava"))
     other = write_vision_model(tmp_path / "b", "qwen2_vl")
     with pytest.raises(ModelError, match="no added token '<|image_pad|>'"):
@@ -128,7 +128,7 @@ def test_a_tokenizer_without_the_placeholder_is_refused(tmp_path: Path) -> None:
 # ---- videos ----------------------------------------------------------------------------------
 
 
-def test_a_video_of_one_picture_has_the_patches_of_the_picture() -> None:
+def test_video_of_one_repeated_image_has_the_patches_of_the_image() -> None:
     config = {"min_pixels": 784, "max_pixels": 28 * 28 * 40}
     image = np.asarray(picture(70, 50))
     video = QwenVideos.from_config(config, counts_all=False).process(np.stack([image] * 3))
@@ -141,7 +141,7 @@ def test_a_video_of_one_picture_has_the_patches_of_the_picture() -> None:
         np.testing.assert_array_equal(of_time[:, :, 1], alone.pixels)
 
 
-def test_the_frames_of_a_patch_follow_each_other() -> None:
+def test_patch_of_a_video_holds_consecutive_frames() -> None:
     frames = np.zeros((4, 28, 28, 3), np.uint8) + np.arange(4, dtype=np.uint8)[:, None, None, None]
     videos = QwenVideos.from_config({"do_resize": False}, counts_all=False)
     video = videos.process(frames)
@@ -153,14 +153,14 @@ def test_the_frames_of_a_patch_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize("size", [(4, 64, 64), (9, 37, 211), (2, 500, 333), (64, 20, 30)])
-def test_the_limits_of_qwen3_hold_for_all_frames(size: tuple[int, int, int]) -> None:
+def test_pixel_limits_of_qwen3_apply_to_all_frames_together(size: tuple[int, int, int]) -> None:
     config = {"size": {"shortest_edge": 65536, "longest_edge": 500_000}}
     videos = QwenVideos.from_config(config, counts_all=True)
     expected = smart_resize(*size, factor=32, min_pixels=65536, max_pixels=500_000)
     assert videos.fitting_size(*size) == expected
 
 
-def test_frames_know_their_times() -> None:
+def test_frame_times_follow_from_the_frame_rate() -> None:
     frames = Frames(np.zeros((3, 1, 1, 3), np.uint8), fps=2.0)
     assert frames.seconds(2) == (0.25, 1.0)
     assert frames.sampled_fps == 2.0

@@ -1,4 +1,4 @@
-"""Images are decoded in a bounded process, which outlives hostile files."""
+"""Images are decoded in a bounded process, which survives hostile files."""
 
 import struct
 import subprocess
@@ -46,7 +46,7 @@ def png(width: int, height: int, *extra: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(extra) + rows + chunk(b"IEND", b"")
 
 
-def is_as_here(pool: JobPool) -> None:
+def check_still_works(pool: JobPool) -> None:
     ours = processed(pool, encoded(SOURCE))
     here = image_processor(SETTINGS).process(np.asarray(SOURCE))
     np.testing.assert_array_equal(ours.pixels, here.pixels)
@@ -63,40 +63,40 @@ HOSTILE = {
 }
 
 
-def test_answers_as_the_processor_does(pool: JobPool) -> None:
-    is_as_here(pool)
+def test_worker_gives_the_pixels_of_the_processor(pool: JobPool) -> None:
+    check_still_works(pool)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_refuses_hostile_files_and_goes_on(pool: JobPool, name: str) -> None:
+def test_worker_rejects_hostile_files_and_keeps_working(pool: JobPool, name: str) -> None:
     with pytest.raises(RequestError, match="image"):
         processed(pool, HOSTILE[name])
-    is_as_here(pool)
+    check_still_works(pool)
 
 
 @pytest.mark.parametrize("name", [b"zTXt", b"iCCP"])
-def test_survives_chunks_that_decompress_to_much(pool: JobPool, name: bytes) -> None:
+def test_worker_survives_chunks_that_decompress_to_80_mib(pool: JobPool, name: bytes) -> None:
     data = png(30, 30, chunk(name, b"x\0\0" + BOMB))
     try:
         assert processed(pool, data).num_tokens > 0
     except RequestError as error:
         assert "image" in str(error)
-    is_as_here(pool)
+    check_still_works(pool)
 
 
-def test_reads_one_of_thousands_of_frames(pool: JobPool) -> None:
+def test_worker_decodes_one_of_thousands_of_frames(pool: JobPool) -> None:
     first = encoded(Image.new("P", (30, 30)), "GIF")
     start = first.index(b",", 13 + 3 * 2 ** ((first[10] & 7) + 1))
     data = first[:-1] + first[start:-1] * 5000 + b";"
     assert processed(pool, data).num_tokens > 0
 
 
-def test_refuses_long_files_before_the_process() -> None:
+def test_long_files_are_rejected_before_they_are_sent_to_the_worker() -> None:
     with pytest.raises(RequestError, match="more than the limit of 3"):
         pack_job(b"long", SETTINGS, ImageLimits(max_bytes=3))
 
 
-def test_imports_no_torch() -> None:
+def test_worker_does_not_import_torch() -> None:
     code = "import sys, quire.render.media.media_worker; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""An image processor of another package: the example of docs/extend, installed as it is there."""
+"""An image processor of another package: the example of docs/extend, installed unchanged."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_processor_of_a_package_prepares_images(site: Site, model: Path) -> None:
+def test_image_processor_plugin_prepares_images(site: Site, model: Path) -> None:
     assert not takes_images(model)
     with pytest.raises(ModelError, match=r"type 'stamps'; .*llava_next"):
         MediaRenderer.from_directory(model, Tokenizer.from_directory(model))
@@ -54,8 +54,8 @@ def test_the_processor_of_a_package_prepares_images(site: Site, model: Path) -> 
     media = MediaRenderer.from_directory(model, tokenizer)
     prepared = media.image(np.asarray(SOURCE))
     template = "{% for p in messages[0].content %}{{ p.text or '<stamp>' }}{% endfor %}!"
-    said = [{"role": "user", "content": [IMAGE_PART, IMAGE_PART]}]
-    prompt = Renderer(tokenizer, template, media=media).render(said, media=[prepared] * 2)
+    conversation = [{"role": "user", "content": [IMAGE_PART, IMAGE_PART]}]
+    prompt = Renderer(tokenizer, template, media=media).render(conversation, media=[prepared] * 2)
     assert prompt.token_ids[:-1] == [tokenizer.token_id("<stamp>")] * 8
     assert [(item.start, item.shape, item.grid) for item in prompt.media] == [
         (0, (1, 32, 32, 3), (1, 1)),
@@ -63,7 +63,7 @@ def test_the_processor_of_a_package_prepares_images(site: Site, model: Path) -> 
     ]
 
 
-def test_the_decoding_process_uses_it_too(site: Site, model: Path) -> None:
+def test_decoding_process_uses_the_plugin(site: Site, model: Path) -> None:
     site.install_example("quire_stamps")
     media = MediaRenderer.from_directory(model, Tokenizer.from_directory(model))
     answer = work(pack_job(encoded(SOURCE), media.settings, ImageLimits()))
@@ -72,7 +72,7 @@ def test_the_decoding_process_uses_it_too(site: Site, model: Path) -> None:
     assert (image.pixels.tobytes(), image.num_tokens) == (item.pixels, 4)
 
 
-def test_a_class_without_a_placeholder_is_refused(site: Site, model: Path) -> None:
+def test_plugin_class_without_a_placeholder_is_rejected(site: Site, model: Path) -> None:
     source = "class Odd:\n    def process(self, image): ...\n"
     site.install("odd-images", IMAGE_PROCESSORS, "stamps", "odd_images:Odd", source)
     with pytest.raises(ModelError, match="cannot be used: it has no placeholder"):

@@ -1,4 +1,4 @@
-"""Images and videos of messages are taken out in their order, and refused where none may be."""
+"""Images and videos are taken out of messages in order, or rejected where not allowed."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 
 
-def test_sources_are_taken_in_the_order_of_their_parts() -> None:
+def test_media_sources_are_taken_out_in_order() -> None:
     messages, parts = take_media(MESSAGES)
     assert [(part.kind, part.source, part.where) for part in parts] == [
         ("image", "data:1", "messages[0].content[1]"),
@@ -24,10 +24,10 @@ def test_sources_are_taken_in_the_order_of_their_parts() -> None:
     assert messages[0]["content"] == ["a", {"type": "image"}]
     assert messages[1] is MESSAGES[1]
     assert media_kinds(messages) == ["image", "video", "image"]
-    assert media_kinds(MESSAGES) == []  # their sources are still in them
+    assert media_kinds(MESSAGES) == []  # their sources were not taken out
 
 
-def test_other_parts_stay() -> None:
+def test_other_parts_are_unchanged() -> None:
     others = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "audio"}, 5]}]
     messages, parts = take_media(others)
     assert messages is others and not parts
@@ -38,11 +38,11 @@ def test_other_parts_stay() -> None:
     "prompt",
     [MESSAGES, take_media(MESSAGES)[0], {"prompt": "a", "multi_modal_data": {"image": 1}}],
 )
-def test_media_are_refused_by_name(prompt: object) -> None:
+def test_error_for_media_names_the_feature_that_rejects_them(prompt: object) -> None:
     with pytest.raises(RequestError, match="a session does not accept images or videos"):
         refuse_media(prompt, "a session")
 
 
 @pytest.mark.parametrize("prompt", ["a", [1, 2], {"prompt": "a"}, MESSAGES[1:2]])
-def test_texts_are_not_refused(prompt: object) -> None:
+def test_prompts_without_media_are_accepted(prompt: object) -> None:
     refuse_media(prompt, "a session")

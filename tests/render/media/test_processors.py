@@ -57,7 +57,9 @@ def channels_first(processed: ProcessedImage) -> np.ndarray:
      {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 500_000},
       "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}],
 )  # fmt: skip
-def test_qwen(size: tuple[int, int], config: dict[str, Any]) -> None:
+def test_qwen_patches_equal_those_of_transformers(
+    size: tuple[int, int], config: dict[str, Any]
+) -> None:
     image = picture(*size)
     theirs = Qwen2VLImageProcessorPil(**config)(images=[image], return_tensors="np")
     ours = QwenImages.from_config(config).process(np.asarray(image))
@@ -70,7 +72,7 @@ def test_qwen(size: tuple[int, int], config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", [*SIZES, (1200, 300), (300, 1300)])
 @pytest.mark.parametrize("scans", [False, True])
-def test_gemma(size: tuple[int, int], scans: bool) -> None:
+def test_gemma_pixels_equal_those_of_transformers(size: tuple[int, int], scans: bool) -> None:
     config = {
         "size": {"height": 56, "width": 56}, "image_seq_length": 4, "do_pan_and_scan": scans,
         "pan_and_scan_min_crop_size": 128, "pan_and_scan_max_num_crops": 3,
@@ -90,7 +92,9 @@ def test_gemma(size: tuple[int, int], scans: bool) -> None:
      {"size": {"shortest_edge": 40}, "crop_size": {"height": 57, "width": 41}},
      {"size": {"height": 30, "width": 31}, "do_center_crop": False, "do_rescale": False}],
 )  # fmt: skip
-def test_llava(size: tuple[int, int], config: dict[str, Any]) -> None:
+def test_llava_pixels_equal_those_of_transformers(
+    size: tuple[int, int], config: dict[str, Any]
+) -> None:
     if size == (3, 590) and "size" not in config:
         size = (30, 59)
     image = picture(*size)
@@ -101,7 +105,9 @@ def test_llava(size: tuple[int, int], config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", [s for s in SIZES if s != (3, 590)])
 @pytest.mark.parametrize("grids", [[[56, 112], [112, 56], [112, 112]], [[56, 168], [168, 56]]])
-def test_llava_next(size: tuple[int, int], grids: list[list[int]]) -> None:
+def test_llava_next_pixels_equal_those_of_transformers(
+    size: tuple[int, int], grids: list[list[int]]
+) -> None:
     config = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56},
               "image_grid_pinpoints": grids}  # fmt: skip
     image = picture(*size)
@@ -120,14 +126,14 @@ def test_llava_next(size: tuple[int, int], grids: list[list[int]]) -> None:
      ("qwen3_vl_moe", QwenImages), ("gemma3", GemmaImages), ("llava", LlavaImages),
      ("llava_next", LlavaNextImages)],
 )  # fmt: skip
-def test_a_model_type_has_a_processor(model_type: str, family: type) -> None:
+def test_each_model_type_has_the_processor_of_its_family(model_type: str, family: type) -> None:
     settings = media_settings(ModelFiles({"model_type": model_type}, {"image_mean": [0, 0, 0]}))
     processor = image_processor(settings)
     assert type(processor) is family
     np.testing.assert_array_equal(processor.table[:, 0], 0)
 
 
-def test_other_model_types_are_refused_by_name() -> None:
+def test_other_model_types_are_rejected_by_name() -> None:
     with pytest.raises(ModelError, match="'mllama'.*llava_next"):
         media_settings(ModelFiles({"model_type": "mllama"}))
 

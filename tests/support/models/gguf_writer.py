@@ -43,7 +43,7 @@ META: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """shape: as numpy writes it."""
+    """A tensor to write; shape is in numpy's order."""
 
     kind: int
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ def write_gguf(
     version: int = 3,
     alignment: int = 32,
 ) -> Path:
-    """metadata: int is u32, float is f32, bool, str, and lists of one of these."""
+    """Write a file; metadata values are int (u32), float (f32), bool, str or lists of them."""
     tensors = tensors or {}
     infos = {name: (each.kind, each.shape, len(each.data)) for name, each in tensors.items()}
     with path.open("wb") as file:
@@ -74,7 +74,7 @@ def header_of(
     version: int = 3,
     alignment: int = 32,
 ) -> bytes:
-    """All before the tensors' data. infos: kind, shape and number of bytes of each."""
+    """Return all bytes before the data; infos hold kind, shape and size of each tensor."""
     header, offset = b"GGUF" + struct.pack("<IQQ", version, len(infos), len(metadata)), 0
     for key, value in metadata.items():
         header += _text(key) + _value(value)
@@ -114,7 +114,7 @@ def _typed(value: Any) -> tuple[int, bytes]:
 
 
 def stored(values: Array, kind: int) -> Tensor:
-    """Vectors, and rows that are no whole blocks, stay float32."""
+    """Convert values; vectors, and rows that are not whole blocks, stay float32."""
     values = np.ascontiguousarray(values, np.float32)
     if values.ndim == 1 or values.shape[-1] % BLOCK[kind]:
         kind = F32
@@ -166,8 +166,9 @@ def convert(
     extra: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The checkpoint of a directory as one GGUF file. extra: more metadata. metadata: in the place
-    of the config's."""
+    """Write the checkpoint of a directory as one GGUF file.
+
+    extra: added metadata. metadata: replaces the metadata of the config."""
     config = json.loads((folder / "config.json").read_text())
     held: dict[str, Array] = {}
     for file in weight_files(folder):
@@ -177,7 +178,7 @@ def convert(
     for name, values in with_stacked_experts(held).items():
         theirs = tensor_name(name, config["model_type"])
         is_matrix = theirs.endswith(".weight") and "ssm_conv1d" not in theirs
-        own_kind = kind if is_matrix else F32  # biases of experts are matrices, too
+        own_kind = kind if is_matrix else F32  # biases of experts are also matrices
         tensors[theirs] = stored(arranged(name, values, config), own_kind)
     if "output.weight" in tensors and config.get("tie_word_embeddings"):
         del tensors["output.weight"]
@@ -197,7 +198,7 @@ def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def byte_level_metadata(folder: Path, pre: str = "gpt-2", **extra: Any) -> dict[str, Any]:
-    """Of a directory with a byte-level tokenizer.json, and of its chat template."""
+    """Return the metadata of a directory's byte-level tokenizer.json and chat template."""
     state = json.loads((folder / "tokenizer.json").read_text())
     config = json.loads((folder / "tokenizer_config.json").read_text())
     texts = {token_id: text for text, token_id in state["model"]["vocab"].items()}

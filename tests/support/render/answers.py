@@ -1,4 +1,4 @@
-"""Answers in the syntax of each format, and what they say. Written by us, no model's output."""
+"""Hand-written answers in the syntax of each format, and the parts that they hold."""
 
 from dataclasses import dataclass
 

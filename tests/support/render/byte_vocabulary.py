@@ -19,7 +19,7 @@ _MARK = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]")
 
 
 class Vocabulary:
-    """added: texts of added tokens. The last token ends an answer."""
+    """Single bytes, then words, then the added tokens; the last token ends an answer."""
 
     def __init__(self, added: Iterable[str], words: Iterable[str] = WORDS) -> None:
         self.tokens = [bytes([value]) for value in range(256)]
@@ -31,7 +31,7 @@ class Vocabulary:
         self.bos_token_id = None
         self.special_token_ids = list(self.added.values())
         likely = (text.strip() for text in self.tokens)
-        # Tokens that are likely to end something.
+        # Tokens that are likely to end a part of an answer.
         self.endings = {i for i, text in enumerate(likely) if text and text[:1] in b'"}]</'}
         self.endings |= {*self.special_token_ids}
         self._matchers: dict[str, llguidance.LLMatcher] = {}
@@ -43,11 +43,11 @@ class Vocabulary:
         self.tokenizer = llguidance.LLTokenizer(wrapper, slices=[])
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of an ordinary text: what llguidance takes for its canonical tokens."""
+        """Return the longest tokens of a text, which llguidance uses as its canonical tokens."""
         return self._split(text.encode() if isinstance(text, str) else text, None)
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        """Make a matcher at the beginning of a grammar, which is compiled once."""
+        """Return a matcher at the beginning of a grammar; each grammar is compiled once."""
         if grammar not in self._matchers:
             matcher = llguidance.LLMatcher(self.tokenizer, grammar, log_level=0)
             assert not matcher.is_error(), matcher.get_error()
@@ -62,7 +62,7 @@ class Vocabulary:
         return bool(int(self._mask(matcher)[token // 32]) >> token % 32 & 1)
 
     def _mask(self, matcher: llguidance.LLMatcher) -> np.ndarray:
-        """The bits of the allowed tokens, in 32-bit words."""
+        """Return the allowed tokens as bits of 32-bit words."""
         mask = llguidance.numpy.allocate_token_bitmask(1, len(self.tokens))
         llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
         assert not matcher.is_error(), matcher.get_error()
@@ -74,7 +74,7 @@ class Vocabulary:
         return whole.decode("utf-8", "replace")
 
     def split(self, text: str, chance: random.Random | None = None) -> list[int]:
-        """Tokens of a text: the longest, or any by chance. Added tokens are never taken apart."""
+        """Split a text into its longest or random tokens; never split an added token."""
         names = sorted(self.added, key=len, reverse=True)
         parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
         found: list[int] = []
@@ -98,7 +98,7 @@ class Vocabulary:
 
 
 def accepts(vocabulary: Vocabulary, grammar: str, token_ids: list[int]) -> str:
-    """Return an empty text if the grammar takes these tokens and may end then; else where not."""
+    """Return an empty text if the grammar accepts the tokens and may end; otherwise, the reason."""
     matcher = vocabulary.matcher(grammar)
     for number, token_id in enumerate(token_ids):
         if not vocabulary.allows(matcher, token_id):
@@ -109,11 +109,11 @@ def accepts(vocabulary: Vocabulary, grammar: str, token_ids: list[int]) -> str:
 
 
 def marks_of(form: AnswerFormat) -> list[str]:
-    """The texts of a format that models have as added tokens."""
+    """Return the texts of a format that models have as added tokens."""
     return sorted({mark for text in form.marks() for mark in _MARK.findall(text)})
 
 
 def closings(form: AnswerFormat) -> tuple[str, ...]:
-    """Words with which a walk by chance ends what a format opens, where its marks are no tokens."""
+    """Return words that let a random walk close a format's marks if these are not tokens."""
     texts = [text.rstrip() for text in form.marks()]
     return WORDS + tuple(text for text in texts if len(text) > 1)

@@ -1,16 +1,16 @@
-"""The golden cases: how they are stored, and what transformers makes of them.
+"""The golden cases: how they are stored, and their results in transformers.
 
 <format>/cases.json is a list of objects:
 
-    name            says what is pinned
-    messages        as a client sends them
+    name            what the case pins
+    messages        the messages as a client sends them
     options         add_generation_prompt (default true), continue_final_message, tools,
-                    template_kwargs, template (by name), now (the day that the clock shows)
+                    template_kwargs, template (by name), now (the current day)
     text            the prompt, written by hand from the format's description, in pieces
     decoded         what the ids decode to, where the tokenizer changes the text
     token_ids       filled in by `make`
     special_tokens  how many of the ids are special
-    error           in place of text and ids: the words of the template's refusal
+    error           instead of text and ids: the error message of the template
 """
 
 import difflib
@@ -34,7 +34,7 @@ OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "template
 
 @dataclass(frozen=True)
 class Case:
-    """One conversation and what must come out of it; see the module."""
+    """One conversation and its expected prompt; the module describes the fields."""
 
     folder: Path
     name: str
@@ -63,7 +63,7 @@ class Case:
 
 
 def read_cases(folder: Path) -> list[Case]:
-    """The cases of one format."""
+    """Return the cases of one format."""
     values = json.loads((folder / "cases.json").read_text("utf-8"))
     for value in values:
         for key in value.keys() & {"text", "decoded"}:
@@ -77,10 +77,10 @@ def transformers_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def reference(case: Case) -> tuple[str, list[int]]:
-    """Text and ids of a case by transformers. Raises jinja2's TemplateError for a refusal.
+    """Return the text and ids of transformers; raise jinja2's TemplateError for a refusal.
 
-    What a server does before the template is done here by hand: arguments are parsed, and parts
-    are joined for a template that knows texts only.
+    This parses arguments and joins parts for templates that accept only text, as a server does
+    before it renders.
     """
     options = case.chat_options
     given = {
@@ -100,7 +100,7 @@ def reference(case: Case) -> tuple[str, list[int]]:
 
 
 def _template_text(case: Case) -> str:
-    """Read here, as older releases of transformers do not know templates by name from files."""
+    """Read the template; older releases of transformers cannot load named template files."""
     named = f"additional_chat_templates/{case.template}.jinja"
     return (case.folder / (named if case.template else "chat_template.jinja")).read_text("utf-8")
 
@@ -116,12 +116,12 @@ def _as_template_wants(message: dict[str, Any], case: Case) -> dict[str, Any]:
 
 
 def text_difference(case: Case, made: str, by: str) -> str:
-    """Empty if the text is as pinned; else the case's name and a diff of the lines."""
+    """Return an empty text if the texts are equal; otherwise, the case's name and a diff."""
     return _difference(case, by, _lines(case.text or ""), _lines(made))
 
 
 def ids_difference(case: Case, made: list[int], by: str) -> str:
-    """Empty if the ids are as pinned; else the case's name and a diff of the tokens."""
+    """Return an empty text if the ids are equal; otherwise, the case's name and a diff."""
     known = transformers_tokenizer(case.folder)
     wanted, got = (
         [f"{token_id:5} {known.convert_ids_to_tokens(token_id)}" for token_id in ids]

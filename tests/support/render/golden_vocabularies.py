@@ -56,7 +56,7 @@ GEMMA_SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>"
 
 
 def _byte_level(words: str) -> tk.Tokenizer:
-    """GPT-2's kind: every byte is a token, a word is split by a regular expression."""
+    """Build a tokenizer like GPT-2's: every byte is a token, a pattern splits words."""
     backend = tk.Tokenizer(models.BPE())
     split = pre_tokenizers.Split(tk.Regex(words), "isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -97,7 +97,7 @@ def qwen3() -> tk.Tokenizer:
 
 
 def _byte_fallback(special: list[str], pieces: list[Any]) -> tk.Tokenizer:
-    """Sentencepiece's kind: what is not in the vocabulary falls back to tokens of one byte."""
+    """Build a tokenizer like SentencePiece's: unknown text falls back to byte tokens."""
     backend = tk.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Replace(" ", SPACE)
     backend.pre_tokenizer = pre_tokenizers.Split(SPACE, "merged_with_next")  # for training only
@@ -126,7 +126,7 @@ def _add_bos(backend: tk.Tokenizer, bos: str) -> tk.Tokenizer:
 
 
 def mistral() -> tk.Tokenizer:
-    """The space before a text is put only where no special token stands before it."""
+    """Put a space before a text, but not after a special token."""
     backend = _byte_fallback(MISTRAL_SPECIAL, [decoders.Strip(" ", 1, 0)])
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -134,7 +134,7 @@ def mistral() -> tk.Tokenizer:
 
 
 def gemma() -> tk.Tokenizer:
-    """No space before a text; runs of line ends are tokens."""
+    """Put no space before a text; runs of line breaks are tokens."""
     backend = _byte_fallback(GEMMA_SPECIAL, [])
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     backend.add_tokens([tk.AddedToken("\n" * count, normalized=False) for count in (2, 3)])
@@ -157,7 +157,7 @@ ADD_BOS = {"qwen3": False}
 
 
 def config(name: str) -> dict[str, Any]:
-    """tokenizer_config.json."""
+    """Return the content of tokenizer_config.json."""
     flags = {"add_bos_token": ADD_BOS.get(name, True), "add_eos_token": False}
     rest = {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
     return CONFIGS[name] | flags | rest

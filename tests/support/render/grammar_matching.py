@@ -1,10 +1,10 @@
-"""Whether a grammar takes a text, for tests: byte by byte, by llguidance."""
+"""Match texts against grammars in tests, byte by byte, with llguidance."""
 
 from functools import lru_cache
 
 from llguidance import LLMatcher, LLTokenizer
 
-# Its tokens from 256 on are special ones.
+# The byte tokenizer has special tokens from 256 on.
 ADDED = {"<|tool|>": 256, "<|/tool|>": 257, "<|user|>": 258, "<|system|>": 259}
 
 
@@ -14,7 +14,7 @@ def byte_tokenizer() -> LLTokenizer:
 
 
 def takes(grammar: str, text: str | bytes | list[int]) -> bool:
-    """Whether the text is one of the grammar's, as a whole. A list holds the ids of ADDED too."""
+    """Return whether the grammar accepts the whole text. A list may hold ids of ADDED."""
     if isinstance(text, list):
         token_ids = text
     else:
@@ -25,7 +25,7 @@ def takes(grammar: str, text: str | bytes | list[int]) -> bool:
 
 
 def with_tokens(*parts: str) -> list[int]:
-    """Bytes of texts, and the ids of added tokens."""
+    """Return the bytes of texts, and the ids of added tokens."""
     found: list[int] = []
     for part in parts:
         found += [ADDED[part]] if part in ADDED else list(part.encode())

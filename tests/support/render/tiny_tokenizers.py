@@ -1,6 +1,6 @@
 """Tiny tokenizers, trained in the test: one per family of decoders, as model directories.
 
-Also the files of models that take images, without weights.
+It also writes the files of models that accept images, without weights.
 """
 
 import atexit
@@ -43,7 +43,7 @@ FAMILIES = ("byte_level", "llama", "gemma", "metaspace", "wordpiece")
 
 def byte_level(**parts: Any) -> tk.Tokenizer:
     """GPT-2, Llama 3, Qwen: all bytes are in the vocabulary, so every text can be written.
-    parts: of the tokenizer, in the place of its own."""
+    parts: replace those of the tokenizer."""
     backend = tk.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -101,10 +101,10 @@ def gemma() -> tk.Tokenizer:
 
 
 def _frequent_pieces(backend: tk.Tokenizer, continued: str, size: int) -> list[tuple[str, int]]:
-    """Count all pieces of the corpus' words; returns the size that save most letters, ordered.
+    """Return the `size` pieces of the corpus' words that save most letters, in order.
 
-    continued: what stands before a piece that does not begin a word. All single letters are among
-    the pieces. The library's trainers for Unigram and WordPiece give other vocabularies each time.
+    continued: prefix of pieces that do not begin a word. All single letters are among the pieces.
+    The library's trainers for Unigram and WordPiece are not deterministic.
     """
     counts: Counter[str] = Counter()
     for text in CORPUS:
@@ -122,7 +122,7 @@ def _frequent_pieces(backend: tk.Tokenizer, continued: str, size: int) -> list[t
 
 
 def wordpiece_model(backend: tk.Tokenizer, special: list[str], unknown: str) -> models.WordPiece:
-    """Make a WordPiece model of 300 tokens, of the corpus as the tokenizer splits it."""
+    """Make a WordPiece model of 300 tokens from the corpus, split by the tokenizer."""
     pieces = _frequent_pieces(backend, "##", 300 - len(special))
     tokens = special + [piece for piece, _ in pieces]
     return models.WordPiece({each: i for i, each in enumerate(tokens)}, unk_token=unknown)
@@ -142,7 +142,7 @@ def metaspace() -> tk.Tokenizer:
 
 
 def wordpiece() -> tk.Tokenizer:
-    """No table for this one: decoded by window."""
+    """Build a tokenizer without a table of pieces, which is decoded by a window."""
     backend = tk.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
@@ -170,7 +170,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_directory(folder: Path, family: str, **config: Any) -> Path:
-    """A model directory with tokenizer.json and tokenizer_config.json."""
+    """Write a model directory with tokenizer.json and tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     BUILDERS[family]().save(str(folder / "tokenizer.json"))
     values = {"tokenizer_class": "PreTrainedTokenizerFast"} | CONFIGS[family] | config
@@ -179,7 +179,7 @@ def write_directory(folder: Path, family: str, **config: Any) -> Path:
 
 
 def fresh_directory() -> Path:
-    """An empty one, for as long as this process runs."""
+    """Return an empty directory that is removed when this process ends."""
     path = Path(mkdtemp(prefix="tiny-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -187,7 +187,7 @@ def fresh_directory() -> Path:
 
 @cache
 def directory(family: str) -> Path:
-    """One directory per family for the whole test run."""
+    """Return the directory of a family, which lasts for the whole test run."""
     return write_directory(fresh_directory(), family)
 
 
@@ -196,7 +196,7 @@ def tokenizer(family: str) -> Tokenizer:
     return Tokenizer.from_directory(directory(family))
 
 
-# ---- models that take images -------------------------------------------------------------------
+# ---- models that accept images -----------------------------------------------------------------
 
 QWEN_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
