@@ -188,11 +188,10 @@ class KVManager:
     def needs_with_hit(self, num_tokens: int, hit: KVBlocks, chunk: int) -> list[int]:
         """Return the number of free blocks, by cache group, that a sequence with a prefix hit
         needs. num_tokens: length of the sequence, which is computed in chunks."""
-        blocks = -(-num_tokens // self.block_size)
-        needs = [
-            blocks - len(hit.blocks[g]) + self._num_taken_blocks(g, hit)
-            for g in range(len(self.groups))
-        ]
+        needs = [-(-num_tokens // self.block_size)] * len(self.groups)
+        if hit.num_tokens:
+            for g, blocks in enumerate(hit.blocks):
+                needs[g] += self._num_taken_blocks(g, hit) - len(blocks)
         for g in self._dropping:
             # The hit's blocks are included in the maximum that the sequence ever holds.
             max_blocks = self.groups[g].max_blocks(num_tokens, self.block_size, chunk)
@@ -245,8 +244,6 @@ class KVManager:
     def _num_taken_blocks(self, g: int, hit: KVBlocks) -> int:
         """Return the number of free blocks of group g that a hit takes. These are cached blocks,
         blocks to load, and the copy of a last block that is not full."""
-        if not hit.num_tokens:
-            return 0
         pool = self.pools[g]
         copied = hit.num_tokens % self.block_size > 0 and pool.is_in_use(hit.blocks[g][-1])
         if hit.is_in_use:
@@ -494,4 +491,8 @@ class KVManager:
 
 
 def fit(needs: Iterable[int], pools: Iterable[BlockPool], reserve: int = 0) -> bool:
-    return not [p for need, p in zip(needs, pools, strict=True) if need + reserve > p.num_free]
+    """Return whether each pool has at least `reserve` more free blocks than its group needs."""
+    for need, pool in zip(needs, pools, strict=True):
+        if need + reserve > pool.num_free:
+            return False
+    return True

@@ -115,19 +115,15 @@ class BlockPool:
         """Return this many free blocks with one reference each, as one call of `allocate` for each
         would. There must be enough."""
         free, refs = self._free, self._num_refs
-        num_plain = min(num, len(free))
-        found = free[len(free) - num_plain :]
-        found.reverse()
-        del free[len(free) - num_plain :]
+        found = free[: -num - 1 : -1]
+        del free[len(free) - len(found) :]
+        if num > len(found):
+            chosen = list(islice(self._unused, num - len(found)))
+            assert len(chosen) == num - len(found), "more blocks are allocated than are free"
+            self._evict(chosen)
+            found += chosen
         for block_id in found:
             refs[block_id] = 1
-        if num > num_plain:
-            chosen = list(islice(self._unused, num - num_plain))
-            assert len(chosen) == num - num_plain, "more blocks are allocated than are free"
-            self._evict(chosen)
-            for block_id in chosen:
-                refs[block_id] = 1
-            found += chosen
         return found
 
     def evict(self) -> bool:
@@ -283,8 +279,8 @@ class BlockPool:
         num_before = len(index)
         for block_id, digest in zip(blocks, names, strict=True):
             assert refs[block_id] > 0, f"block {block_id} is indexed while free"
-            if digest not in index and digests[block_id] is None:
-                index[digest], digests[block_id] = block_id, digest
+            if digests[block_id] is None and index.setdefault(digest, block_id) == block_id:
+                digests[block_id] = digest
                 if changes is not None:
                     changes.append(digest)
         self.num_index_changes += len(index) - num_before

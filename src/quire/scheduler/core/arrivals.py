@@ -34,9 +34,10 @@ from quire.scheduler.time_limits import TimeLimits
 
 
 class Concerns:
-    """Extensions, found by the requests that they concern."""
+    """Extensions that act on new requests, found by the requests that they concern."""
 
     def __init__(self, extensions: Seq[Extension] = ()) -> None:
+        extensions = [each for each in extensions if _acts_on_arrivals(each)]
         self._extensions = [(each, each.fields, each.names) for each in extensions]
         self._always = [each for each in extensions if not each.fields]
         self._names = [each.names for each in extensions if each.fields and each.names != ()]
@@ -56,6 +57,12 @@ class Concerns:
             for extension, fields, names in self._extensions
             if not fields or request_id in names or request.sets(fields)
         ]
+
+
+def _acts_on_arrivals(extension: Extension) -> bool:
+    kind = type(extension)
+    is_asked = kind.accept is not Extension.accept or kind.enter is not Extension.enter
+    return is_asked or isinstance(extension, RequestCompletion)
 
 
 def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:

@@ -156,8 +156,7 @@ class MissReports(HitSource, CacheListener):
     def _add_digests(self, found: Remembered, num: int) -> None:
         new, young = found.digests[found.num_digests : num], self._young.by_digest
         found.num_digests += len(new)
-        for digest in new:
-            young[digest] = found
+        young.update(dict.fromkeys(new, found))
         if len(young) > self._max_young:
             self._young, self._old = Generation(), self._young
 
