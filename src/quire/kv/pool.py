@@ -139,8 +139,11 @@ class BlockPool:
         """Remove the names of cached blocks. Afterwards they are in none of the three states."""
         digests, index, unused = self._digests, self._index, self._unused
         num_names_lost, num_hits = self._num_names_lost, self._num_hits
-        names = [name for block_id in blocks if (name := digests[block_id]) is not None]
-        for block_id, name in zip(blocks, names, strict=True):  # cached blocks have names
+        names = list[bytes]()
+        for block_id in blocks:
+            name = digests[block_id]
+            assert name is not None, "cached blocks have names"
+            names.append(name)
             num_names_lost[block_id] += 1  # first, since other threads read it (`num_names_lost`)
             del index[name]
             digests[block_id] = None

@@ -42,11 +42,12 @@ class Admission:
         """Admit waiting sequences in the queue's order. No sequence passes one that must wait.
         Deferred prompts compete with the head of the queue by rank."""
         deferred, queue = deque(builder.deferred), self._lifecycle.queue
+        can_prepare = self._memory.can_prepare
         while budget > 0:
             if deferred:
                 pass_over_heads(queue, deferred[0])
             head = competing_head(queue, deferred[0]) if deferred else queue.peek()
-            if head is not None and self._is_parked_for_fetch(head):
+            if can_prepare and head is not None and self._is_parked_for_fetch(head):
                 continue
             used: int | None = None
             if head is not None and head not in self._lifecycle.suspects.until:
@@ -72,8 +73,7 @@ class Admission:
     def _is_parked_for_fetch(self, head: Sequence) -> bool:
         """Let the sources fetch what the head lacks, if it could start now. Return whether they
         have parked it."""
-        memory = self._memory
-        return memory.can_prepare and self.fits_now(head) and not memory.prepare(head)
+        return self.fits_now(head) and not self._memory.prepare(head)
 
     def fits_now(self, sequence: Sequence) -> bool:
         """Return whether a new request could be admitted now with the token budget of a whole

@@ -116,11 +116,12 @@ class Arrivals:
                 " fewer (n, best_of) or raise max_num_seqs."
             )
         concerned = self._concerns.of(request)
-        if completions := of_kind(concerned, RequestCompletion):
-            for completion in completions:
+        has_room = list[bool]()
+        if concerned:
+            for completion in of_kind(concerned, RequestCompletion):
                 request = completion.complete(request)
             concerned = self._concerns.of(request)
-        has_room = [each.accept(request) for each in concerned]
+            has_room = [each.accept(request) for each in concerned]
         sequence = self.new_sequence(request, now)
         if any(has_room):
             return sequence, concerned
@@ -149,7 +150,8 @@ class Arrivals:
             blocks=self._memory.new_sequence(),
             root=self._memory.names.root(request, num, self._num_arrivals),
             table=self._rows.table,
-            saved_tokens=np.frombuffer(array("i", request.prompt_token_ids), np.int32),
+            # "i" would parse each token as an argument; valid tokens are not negative
+            saved_tokens=np.frombuffer(array("I", request.prompt_token_ids), np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
             reads_cache=request.params.reads_prefix_cache,

@@ -163,7 +163,8 @@ class Lifecycle:
             member.num_preemptions += 1
             _move(member, SWAPPED if is_swapped else WAITING)
             self.queue.requeue(member)
-        self._end_branching(victim)
+        if victim.group is not None:
+            self._end_branching(victim.group)
         self._report_preempted(victim, for_request_id, num_lost, is_swapped, now)
         return rows
 
@@ -218,7 +219,8 @@ class Lifecycle:
             self._memory.free(sequence)
         elif sequence.state is not PARKED:
             self.queue.remove(sequence)
-        self._end_branching(sequence)
+        if sequence.group is not None:
+            self._end_branching(sequence.group)
         self._memory.free_swapped(sequence)
         _move(sequence, ENDED)
         sequence.finish_reason = reason
@@ -284,10 +286,9 @@ class Lifecycle:
             self._memory.free(member)
         return rows, num_lost
 
-    def _end_branching(self, sequence: Sequence) -> None:
-        """Free the reserved rows of a sequence's group."""
-        group = sequence.group
-        if group is not None and group.reserved_rows:
+    def _end_branching(self, group: SequenceGroup) -> None:
+        """Free the reserved rows of a group."""
+        if group.reserved_rows:
             self._rows.give_back(group.reserved_rows)
             group.reserved_rows = []
             self.unforked.discard(group)
@@ -301,15 +302,17 @@ class Lifecycle:
         self.events.append(Preempted(now, request_id, for_request_id, num_lost, is_swapped))
 
     def _end_request(self, sequence: Sequence, reason: str, now: float) -> None:
-        request, members = sequence.request, sequence.members
+        request, group = sequence.request, sequence.group
         request_id, is_search = request.request_id, request.params.use_beam_search
         del self.sequences[request_id]
         self.queue.tenants.leave(request.tenant)
         self.searches.discard(request_id)
-        num_tokens = sum([member.num_output_tokens for member in members])
-        num_results = len(members)
-        if sequence.group is not None and sequence.group.search is not None:
-            results = sequence.group.results
-            num_tokens = sum(len(found.token_ids) for found in results)
-            num_results = len(results) or request.params.n
+        if group is None:
+            num_tokens, num_results = sequence.num_output_tokens, 1
+        elif group.search is None:
+            num_tokens = sum(member.num_output_tokens for member in group.members)
+            num_results = len(group.members)
+        else:
+            num_tokens = sum(len(found.token_ids) for found in group.results)
+            num_results = len(group.results) or request.params.n
         self.events.append(Finished(now, request_id, reason, num_tokens, num_results, is_search))

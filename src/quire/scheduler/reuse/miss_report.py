@@ -205,13 +205,13 @@ class MissReports(HitSource, CacheListener):
         )
 
     def _miss(self, sequence: Sequence, first: bytes, hit: KVBlocks, now: float) -> Fields:
-        kv, num_tokens = self._kv, sequence.num_known_tokens
+        kv, num_tokens = self._kv, len(sequence.saved_tokens)
         index, max_hit_blocks = hit.num_tokens // kv.block_size, (num_tokens - 1) // kv.block_size
         if index >= max_hit_blocks:
             return {}
         if not self._names.is_indexed(sequence):
             return {"miss": OFF}
-        if not sequence.may_read_cache:
+        if not sequence.num_readable_tokens:
             return {"miss": UNREAD}
         known = self._known(sequence.digests[index])
         if known is not None:
