@@ -61,8 +61,8 @@ class Concerns:
 
 def _acts_on_arrivals(extension: Extension) -> bool:
     kind = type(extension)
-    is_asked = kind.accept is not Extension.accept or kind.enter is not Extension.enter
-    return is_asked or isinstance(extension, RequestCompletion)
+    does_more = kind.accept is not Extension.accept or kind.enter is not Extension.enter
+    return does_more or isinstance(extension, RequestCompletion)
 
 
 def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:

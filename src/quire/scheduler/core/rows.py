@@ -130,7 +130,6 @@ class Rows:
         """Give a sequence a row, and reserve rows for the missing members of its group. Return the
         row's start for the plan. is_indexed: whether its full blocks enter the index."""
         table, request, params = self.table, sequence.request, sequence.params
-        num_prompt, stop_ids = sequence.num_prompt_tokens, request.stop_token_ids
         if self._left:
             self.update_order()  # since the row may have left
         row = sequence.row = self.free.pop()
@@ -142,13 +141,13 @@ class Rows:
         table.num_open[row] = sequence.is_open
         table.capacity[row] = sequence.blocks.capacity
         table.index_at[row] = 0 if is_indexed else NEVER
-        table.min_known[row] = num_prompt + params.min_tokens
+        table.min_known[row] = sequence.num_prompt_tokens + params.min_tokens
         table.num_candidates[row] = -1 if params.logprobs is None else params.logprobs
         table.is_masked[row] = bool(request.grammar)
         table.samples[row] = sequence.samples
         table.stop_ids[row] = -1
-        if stop_ids:
-            table.stop_ids[row, : len(stop_ids)] = stop_ids[:NUM_STOP_IDS]
+        if stop_ids := request.stop_token_ids[:NUM_STOP_IDS]:
+            table.stop_ids[row, : len(stop_ids)] = stop_ids
         self.hand_to(sequence)
         self._joined.append(row)
         group = sequence.group
@@ -159,11 +158,11 @@ class Rows:
             row=row,
             token_ids=known,
             num_computed_tokens=num_computed,
-            num_prompt_tokens=num_prompt,
+            num_prompt_tokens=sequence.num_prompt_tokens,
             params=params,
             seed=request.seed,
             sample_index=sequence.index,
-            stop_token_ids=stop_ids,
+            stop_token_ids=request.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
             adapter_id=request.adapter_id,
             media=request.spans if request.media else (),
