@@ -115,19 +115,15 @@ class BlockPool:
         """Return this many free blocks with one reference each, as one call of `allocate` for each
         would. There must be enough."""
         free, refs = self._free, self._num_refs
-        num_plain = min(num, len(free))
-        found = free[len(free) - num_plain :]
-        found.reverse()
-        del free[len(free) - num_plain :]
+        found = free[: -num - 1 : -1]
+        del free[len(free) - len(found) :]
+        if num > len(found):
+            chosen = list(islice(self._unused, num - len(found)))
+            assert len(chosen) == num - len(found), "more blocks are allocated than are free"
+            self._evict(chosen)
+            found += chosen
         for block_id in found:
             refs[block_id] = 1
-        if num > num_plain:
-            chosen = list(islice(self._unused, num - num_plain))
-            assert len(chosen) == num - num_plain, "more blocks are allocated than are free"
-            self._evict(chosen)
-            for block_id in chosen:
-                refs[block_id] = 1
-            found += chosen
         return found
 
     def evict(self) -> bool:
@@ -143,8 +139,11 @@ class BlockPool:
         """Remove the names of cached blocks. Afterwards they are in none of the three states."""
         digests, index, unused = self._digests, self._index, self._unused
         num_names_lost, num_hits = self._num_names_lost, self._num_hits
-        names = [name for block_id in blocks if (name := digests[block_id]) is not None]
-        for block_id, name in zip(blocks, names, strict=True):  # cached blocks have names
+        names = list[bytes]()
+        for block_id in blocks:
+            name = digests[block_id]
+            assert name is not None, "cached blocks have names"
+            names.append(name)
             num_names_lost[block_id] += 1  # first, since other threads read it (`num_names_lost`)
             del index[name]
             digests[block_id] = None
@@ -283,8 +282,8 @@ class BlockPool:
         num_before = len(index)
         for block_id, digest in zip(blocks, names, strict=True):
             assert refs[block_id] > 0, f"block {block_id} is indexed while free"
-            if digest not in index and digests[block_id] is None:
-                index[digest], digests[block_id] = block_id, digest
+            if digests[block_id] is None and index.setdefault(digest, block_id) == block_id:
+                digests[block_id] = digest
                 if changes is not None:
                     changes.append(digest)
         self.num_index_changes += len(index) - num_before

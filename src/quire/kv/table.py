@@ -75,13 +75,11 @@ class BlockTable:
         done = Appended()
         if num_tokens == 0:
             return done
-        partial = self._partial_index()
-        if partial is not None:
+        first, partial = len(self.blocks), self.num_tokens // self.block_size
+        if partial < first:
             self._make_writable(partial, done)
         self.num_tokens += num_tokens
-        first = len(self.blocks)
-        num_new = self.num_blocks_from(first, self.num_tokens)
-        found = self._pool.allocate_all(num_new)
+        found = self._pool.allocate_all(self.num_blocks_from(first, self.num_tokens))
         self.blocks += found
         done.writes += enumerate(found, first)
         return done

@@ -42,11 +42,12 @@ class Admission:
         """Admit waiting sequences in the queue's order. No sequence passes one that must wait.
         Deferred prompts compete with the head of the queue by rank."""
         deferred, queue = deque(builder.deferred), self._lifecycle.queue
+        can_prepare = self._memory.can_prepare
         while budget > 0:
             if deferred:
                 pass_over_heads(queue, deferred[0])
             head = competing_head(queue, deferred[0]) if deferred else queue.peek()
-            if head is not None and self._is_parked_for_fetch(head):
+            if can_prepare and head is not None and self._is_parked_for_fetch(head):
                 continue
             used: int | None = None
             if head is not None and head not in self._lifecycle.suspects.until:
@@ -72,15 +73,12 @@ class Admission:
     def _is_parked_for_fetch(self, head: Sequence) -> bool:
         """Let the sources fetch what the head lacks, if it could start now. Return whether they
         have parked it."""
-        memory = self._memory
-        return memory.can_prepare and self.fits_now(head) and not memory.prepare(head)
+        return self.fits_now(head) and not self._memory.prepare(head)
 
     def fits_now(self, sequence: Sequence) -> bool:
         """Return whether a new request could be admitted now with the token budget of a whole
         step."""
         if not self._rows.num_free or sequence.num_pending_lost or sequence.host_blocks is not None:
-            return False
-        if self._must_wait_for_prompt(sequence):
             return False
         memory, reserve, needs = self._memory, self.reserve(sequence), self._group_needs(sequence)
         if needs is None or (needs and not memory.could_fit(needs, reserve)):
@@ -118,8 +116,6 @@ class Admission:
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
         """Admit a sequence with its prefix hit. Return as `bring_in` does."""
-        if self._must_wait_for_prompt(sequence):
-            return None
         memory, lifecycle, reserve = self._memory, self._lifecycle, self.reserve(sequence)
         needs = self._group_needs(sequence)
         if needs is None or (needs and not memory.make_room(needs, reserve, sequence)):
@@ -278,22 +274,17 @@ class Admission:
 
     def _group_needs(self, sequence: Sequence) -> Needs | None:
         """Return the need of a whole waiting group, checked when its first member is admitted; ()
-        for later members and for single sequences. Return None if too few rows are free."""
+        for later members and for single sequences. Return None if too few rows are free, or while
+        another member computes the prompt of a preempted one."""
         group = sequence.group
-        if group is None or group.running:
+        if group is None:
             return ()
+        if running := group.running:
+            shared = sequence.num_prompt_tokens // self._memory.block_size * self._memory.block_size
+            return () if max(m.num_computed_tokens for m in running) >= shared else None
         waiting = group.unfinished
         num_to_come = group.num_members - len(group.members)
         if self._rows.num_free < len(waiting) + num_to_come:
             return None
         longest = max(member.num_known_tokens for member in waiting)
         return self._memory.needs_of_all(sequence, longest, len(waiting))
-
-    def _must_wait_for_prompt(self, sequence: Sequence) -> bool:
-        """Return whether a preempted member must wait, since another member is computing their
-        prompt."""
-        group, size = sequence.group, self._memory.block_size
-        if group is None or not group.running:
-            return False
-        shared = sequence.num_prompt_tokens // size * size
-        return max(member.num_computed_tokens for member in group.running) < shared

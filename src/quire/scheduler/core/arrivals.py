@@ -34,9 +34,10 @@ from quire.scheduler.time_limits import TimeLimits
 
 
 class Concerns:
-    """Extensions, found by the requests that they concern."""
+    """Extensions that act on new requests, found by the requests that they concern."""
 
     def __init__(self, extensions: Seq[Extension] = ()) -> None:
+        extensions = [each for each in extensions if _acts_on_arrivals(each)]
         self._extensions = [(each, each.fields, each.names) for each in extensions]
         self._always = [each for each in extensions if not each.fields]
         self._names = [each.names for each in extensions if each.fields and each.names != ()]
@@ -56,6 +57,12 @@ class Concerns:
             for extension, fields, names in self._extensions
             if not fields or request_id in names or request.sets(fields)
         ]
+
+
+def _acts_on_arrivals(extension: Extension) -> bool:
+    kind = type(extension)
+    does_more = kind.accept is not Extension.accept or kind.enter is not Extension.enter
+    return does_more or isinstance(extension, RequestCompletion)
 
 
 def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:
@@ -109,11 +116,12 @@ class Arrivals:
                 " fewer (n, best_of) or raise max_num_seqs."
             )
         concerned = self._concerns.of(request)
-        if completions := of_kind(concerned, RequestCompletion):
-            for completion in completions:
+        has_room = list[bool]()
+        if concerned:
+            for completion in of_kind(concerned, RequestCompletion):
                 request = completion.complete(request)
             concerned = self._concerns.of(request)
-        has_room = [each.accept(request) for each in concerned]
+            has_room = [each.accept(request) for each in concerned]
         sequence = self.new_sequence(request, now)
         if any(has_room):
             return sequence, concerned
@@ -142,7 +150,8 @@ class Arrivals:
             blocks=self._memory.new_sequence(),
             root=self._memory.names.root(request, num, self._num_arrivals),
             table=self._rows.table,
-            saved_tokens=np.frombuffer(array("i", request.prompt_token_ids), np.int32),
+            # "i" would parse each token as an argument; valid tokens are not negative
+            saved_tokens=np.frombuffer(array("I", request.prompt_token_ids), np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
             reads_cache=request.params.reads_prefix_cache,

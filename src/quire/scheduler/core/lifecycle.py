@@ -84,7 +84,7 @@ class Lifecycle:
         if sequence.has_long_stop_list:
             self.long_stop_lists.add(sequence)
         sequence.tenant = self.queue.tenants.enter(request.tenant)
-        _move(sequence, State.PARKED if is_parked else State.WAITING)
+        _move(sequence, PARKED if is_parked else WAITING)
         if not is_parked:
             self.queue.push(sequence)
         self.events.append(
@@ -103,7 +103,7 @@ class Lifecycle:
         """Give a queued sequence a row. Return the row's start for the plan."""
         self.queue.remove(sequence)
         started = self._rows.start(sequence, num_computed, self._memory.names.is_indexed(sequence))
-        _move(sequence, State.RUNNING)
+        _move(sequence, RUNNING)
         if sequence.num_cached_tokens < 0:
             sequence.num_cached_tokens = num_computed
         if sequence.group is not None and not sequence.group.is_forked:
@@ -141,7 +141,7 @@ class Lifecycle:
             watchers=leader.watchers,
             num_prompt_tokens=leader.num_prompt_tokens,
         )
-        _move(child, State.RUNNING)
+        _move(child, RUNNING)
         self._rows.hand_to(child)
         group.members.append(child)
         if child.has_long_stop_list:
@@ -161,29 +161,30 @@ class Lifecycle:
         rows, num_lost = self._take_rows(members, is_swapped)
         for member in members:
             member.num_preemptions += 1
-            _move(member, State.SWAPPED if is_swapped else State.WAITING)
+            _move(member, SWAPPED if is_swapped else WAITING)
             self.queue.requeue(member)
-        self._end_branching(victim)
+        if victim.group is not None:
+            self._end_branching(victim.group)
         self._report_preempted(victim, for_request_id, num_lost, is_swapped, now)
         return rows
 
     def park(self, sequence: Sequence) -> None:
         """Move a sequence from the queue to the parked ones, until it can be computed."""
         self.queue.remove(sequence)
-        _move(sequence, State.PARKED)
+        _move(sequence, PARKED)
 
     def park_running(self, sequence: Sequence, for_request_id: str, now: float) -> None:
         """Park a running sequence that waits for more of its prompt, and release its row and
         blocks. This does not count as a preemption, since it had no tokens to compute."""
         _, num_lost = self._take_rows([sequence], is_swapped=False)
-        _move(sequence, State.PARKED)
+        _move(sequence, PARKED)
         self._report_preempted(sequence, for_request_id, num_lost, False, now)
 
     def unpark(self, sequence: Sequence) -> None:
         """Queue a parked sequence, unless it has blockers."""
         if sequence.blockers:
             return
-        _move(sequence, State.WAITING if sequence.host_blocks is None else State.SWAPPED)
+        _move(sequence, WAITING if sequence.host_blocks is None else SWAPPED)
         if sequence.num_preemptions:
             self.queue.requeue(sequence)
         else:
@@ -192,7 +193,7 @@ class Lifecycle:
     def set_priority(self, sequence: Sequence, priority: int) -> None:
         """Change the priority of a request, in the queue and among the running rows."""
         members, queue = sequence.members, self.queue
-        queued = [each for each in members if each.state in (State.WAITING, State.SWAPPED)]
+        queued = [each for each in members if each.state in (WAITING, SWAPPED)]
         adding = [queue.requeue if queue.is_preempted(each) else queue.push for each in queued]
         for each in queued:
             queue.remove(each)
@@ -206,21 +207,22 @@ class Lifecycle:
     def forget_swapped(self, sequence: Sequence) -> None:
         """Drop a sequence's host blocks, whose contents may be wrong. It must be recomputed."""
         self._memory.free_swapped(sequence)
-        if sequence.state is State.SWAPPED:
-            _move(sequence, State.WAITING)
+        if sequence.state is SWAPPED:
+            _move(sequence, WAITING)
 
     def end(self, sequence: Sequence, reason: str, now: float) -> None:
         """End a sequence. A request ends with its last sequence. reason: as in `Finish`."""
         for watcher in sequence.watchers:
             watcher.leave(sequence, reason, now)
-        if sequence.state is State.RUNNING:
+        if sequence.state is RUNNING:
             self._rows.release(sequence)
             self._memory.free(sequence)
-        elif sequence.state is not State.PARKED:
+        elif sequence.state is not PARKED:
             self.queue.remove(sequence)
-        self._end_branching(sequence)
+        if sequence.group is not None:
+            self._end_branching(sequence.group)
         self._memory.free_swapped(sequence)
-        _move(sequence, State.ENDED)
+        _move(sequence, ENDED)
         sequence.finish_reason = reason
         self.long_stop_lists.discard(sequence)
         if self.suspects.until:
@@ -284,10 +286,9 @@ class Lifecycle:
             self._memory.free(member)
         return rows, num_lost
 
-    def _end_branching(self, sequence: Sequence) -> None:
-        """Free the reserved rows of a sequence's group."""
-        group = sequence.group
-        if group is not None and group.reserved_rows:
+    def _end_branching(self, group: SequenceGroup) -> None:
+        """Free the reserved rows of a group."""
+        if group.reserved_rows:
             self._rows.give_back(group.reserved_rows)
             group.reserved_rows = []
             self.unforked.discard(group)
@@ -301,15 +302,17 @@ class Lifecycle:
         self.events.append(Preempted(now, request_id, for_request_id, num_lost, is_swapped))
 
     def _end_request(self, sequence: Sequence, reason: str, now: float) -> None:
-        request, members = sequence.request, sequence.members
+        request, group = sequence.request, sequence.group
         request_id, is_search = request.request_id, request.params.use_beam_search
         del self.sequences[request_id]
         self.queue.tenants.leave(request.tenant)
         self.searches.discard(request_id)
-        num_tokens = sum([member.num_output_tokens for member in members])
-        num_results = len(members)
-        if sequence.group is not None and sequence.group.search is not None:
-            results = sequence.group.results
-            num_tokens = sum(len(found.token_ids) for found in results)
-            num_results = len(results) or request.params.n
+        if group is None:
+            num_tokens, num_results = sequence.num_output_tokens, 1
+        elif group.search is None:
+            num_tokens = sum(member.num_output_tokens for member in group.members)
+            num_results = len(group.members)
+        else:
+            num_tokens = sum(len(found.token_ids) for found in group.results)
+            num_results = len(group.results) or request.params.n
         self.events.append(Finished(now, request_id, reason, num_tokens, num_results, is_search))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from quire.base.messages import MeasuredRates
 from quire.kv.host_tier import Copies, Name
-from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
+from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks, fit
 from quire.kv.table import Appended
 from quire.scheduler.core.extension import CacheListener, ChunkLimit, HitSource, overriding
 from quire.scheduler.core.names import BlockNaming, Digester
@@ -187,7 +187,7 @@ class Memory:
         reserve of a state group is capped, since a sequence needs no more states as it grows."""
         if reserve and self.kv.has_states:
             needs, reserve = self._with_reserve(needs, reserve), 0
-        return self.kv.fits(needs, reserve)
+        return fit(needs, self.kv.pools, reserve)
 
     def could_fit(self, needs: Needs, reserve: int = 0, hit: Tables = ()) -> bool:
         """Return whether this need fits once all evictable blocks are evicted. hit: blocks, by
@@ -201,9 +201,10 @@ class Memory:
     def fits_at_all(self, needs: Needs, reserved: Needs | None = None) -> bool:
         """Return whether this need fits into the pools together with the reserved blocks."""
         kept = self.reserved if reserved is None else reserved
-        pools = zip(needs, kept, self.kv.pools, strict=True)
-        lacking = [pool for need, held, pool in pools if need + held > pool.num_blocks]
-        return not lacking
+        for g, pool in enumerate(self.kv.pools):  # noqa: SIM110 (a generator takes longer)
+            if needs[g] + kept[g] > pool.num_blocks:
+                return False
+        return True
 
     def excess(self, needs: Needs, share: float) -> Excess | None:
         """Return the first excess of this need over a share of the pools, or None. share: 0 to
@@ -403,8 +404,7 @@ class Memory:
         self.names.extend(sequences, counts)
         firsts = [s.blocks.num_indexed for s in sequences] if self._named else ()
         index = self.kv.index_blocks
-        pairs = zip(sequences, counts, strict=True)
-        named = [index(s.blocks, s.digests, num) for s, num in pairs]
+        named = [index(s.blocks, s.digests, counts[i]) for i, s in enumerate(sequences)]
         for _, note in self._named:
             note(sequences, firsts, counts, named)
         return named

@@ -54,9 +54,9 @@ class Digester:
 
     def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
         """Extend the digests of named[i] to its first counts[i] blocks."""
-        for s, n in zip(named, counts, strict=True):
+        for i, s in enumerate(named):
             digests, marks, block_hash = s.digests, s.marks, self.block_hash
-            first = len(digests)
+            first, n = len(digests), counts[i]
             if n == first + 1 and not marks:  # as a decoding row fills a block
                 tokens = s.tokens_between(first * block_size, n * block_size)
                 extend_by_one(digests, s.root, tokens, block_hash, self.chain)

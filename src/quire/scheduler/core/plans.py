@@ -148,7 +148,8 @@ class PlanBuilder(Record):
         """Add the block-table entries and block copies of an allocation for a row."""
         for g, done in enumerate(appended):
             self.writes += [(g, row, index, block_id) for index, block_id in done.writes]
-            self.copies += [(g, row, source, to) for source, to in done.copies]
+            if done.copies:
+                self.copies += [(g, row, source, to) for source, to in done.copies]
 
     def add_fork(self, fork: RowFork, blocks: SequenceBlocks) -> None:
         """Add a row that begins as a copy of its parent. Its writes repeat this plan's writes to

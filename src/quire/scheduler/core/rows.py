@@ -201,15 +201,15 @@ class Rows:
             return
         table, running = self.table, self._in_order
         if self._joined:
-            last = [*running[-1:].tolist(), *self._joined]
-            running = np.concatenate((running, self._joined))
+            running = np.concatenate((running, np.array(self._joined)))
+            last = running[-1 - len(self._joined) :]
             ranks = [*zip(table.priority[last].tolist(), table.arrival[last].tolist(), strict=True)]
             if ranks != sorted(ranks):
                 running = self._sorted(running)
         if self._left:
-            stays = np.ones(table.num_rows, bool)
-            stays[self._left] = False
-            running = running[stays[running]]
+            has_left = np.zeros(table.num_rows, bool)
+            has_left[self._left] = True
+            running = running[~has_left[running]]
         self._in_order, self._joined, self._left = running, [], []
 
     def _sorted(self, running: Int64) -> Int64:

@@ -156,8 +156,7 @@ class MissReports(HitSource, CacheListener):
     def _add_digests(self, found: Remembered, num: int) -> None:
         new, young = found.digests[found.num_digests : num], self._young.by_digest
         found.num_digests += len(new)
-        for digest in new:
-            young[digest] = found
+        young.update(dict.fromkeys(new, found))
         if len(young) > self._max_young:
             self._young, self._old = Generation(), self._young
 
@@ -206,13 +205,13 @@ class MissReports(HitSource, CacheListener):
         )
 
     def _miss(self, sequence: Sequence, first: bytes, hit: KVBlocks, now: float) -> Fields:
-        kv, num_tokens = self._kv, sequence.num_known_tokens
+        kv, num_tokens = self._kv, len(sequence.saved_tokens)
         index, max_hit_blocks = hit.num_tokens // kv.block_size, (num_tokens - 1) // kv.block_size
         if index >= max_hit_blocks:
             return {}
         if not self._names.is_indexed(sequence):
             return {"miss": OFF}
-        if not sequence.may_read_cache:
+        if not sequence.num_readable_tokens:
             return {"miss": UNREAD}
         known = self._known(sequence.digests[index])
         if known is not None:
