@@ -6,7 +6,6 @@ So pinned slots, rows and results are reused while all launches are pending.
 
 from collections import Counter, deque
 from collections.abc import Callable, Set
-from functools import partial
 from typing import Any
 
 import pytest
@@ -83,6 +82,10 @@ def two() -> list[Request]:
 def first_four() -> list[Request]:
     """Some that end while prompts of others are still computed."""
     return requests(num_more=1)[:4]
+
+
+def all_but_the_last() -> list[Request]:
+    return requests(num_more=1)[:5]
 
 
 def drive(
@@ -200,7 +203,7 @@ def test_masked_steps_are_told_long_before_they_are_done(
     monkeypatch.setattr(Pieces, "begin", count)
     settings = {"backend": "triton", "max_model_len": 60} | WAYS[way]
     built = build(**settings)
-    requests_of = partial(requests, num_more=1)
+    requests_of = all_but_the_last
     found = drive(built, devices[-1], MASKED, requests_of)
     with on_the_host():
         assert found == drive(build("torch", max_model_len=60), None, MASKED, requests_of)
