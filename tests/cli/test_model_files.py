@@ -64,7 +64,7 @@ def test_the_best_quantization_that_fits(
     checkpoint: Path, choose: Callable[..., str | None]
 ) -> None:
     found = []
-    for memory in range(36 * MIB, MIB, -MIB):
+    for memory in range(36 * MIB, MIB, -2 * MIB):
         name = choose(checkpoint, memory)
         if not found or found[-1][0] != name:
             found.append((name, memory))
@@ -76,7 +76,7 @@ def test_the_best_quantization_that_fits(
 
 
 def test_settings_of_the_user_stay(checkpoint: Path, choose: Callable[..., str | None]) -> None:
-    memory = next(m for m in range(36 * MIB, MIB, -MIB) if choose(checkpoint, m) == "int8")
+    memory = next(m for m in range(36 * MIB, MIB, -2 * MIB) if choose(checkpoint, m) == "int8")
     assert choose(checkpoint, memory, quantization="none") is None
     assert choose(checkpoint, memory, quantization="int4") is None
     assert choose(checkpoint, memory, device="cuda") is None

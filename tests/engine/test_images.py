@@ -39,9 +39,7 @@ FAMILIES = [
 ]
 QUICK_WAYS = [(QUICK, way) for way in ("odd chunks", "recomputed", "drafts")]
 FORM = "[d-h]{3}[0-9]{2}"
-MAX_STARTS = (
-    10  # lengths of a prompt that are tried; the work grows with the square of their number
-)
+MAX_STARTS = 6  # lengths of a prompt that are tried; the work grows with the square of their number
 
 
 @pytest.fixture(scope="module")

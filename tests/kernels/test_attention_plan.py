@@ -8,6 +8,7 @@ import torch
 
 from quire.ops.attention_inputs import AttentionStep
 from quire.ops.kernels.attention.attention_plan import Cut, Work, plan_work
+from tests.support.cases import in_turn
 
 FINE = Cut(max_splits=8, short_chunk=16, long_chunk=32, align=16)
 FIXED = Cut(is_fixed=True, align=16, fixed_chunk=48, split_tiles=2)
@@ -67,11 +68,9 @@ def listed(work: Work) -> tuple[list[list[int]], list[list[int]]]:
     return work.items[:num_items].tolist(), work.merges[:num_merges].tolist()
 
 
-@pytest.mark.parametrize("rows", MIXES.values(), ids=MIXES.keys())
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
-def test_every_key_of_every_token_once(
-    cut: Cut, rows: list[tuple[int, int]], device: torch.device
-) -> None:
+@pytest.mark.parametrize(("name", "mix"), in_turn([*CUTS], [*MIXES]))
+def test_every_key_of_every_token_once(name: str, mix: str, device: torch.device) -> None:
+    cut, rows = CUTS[name], MIXES[mix]
     check_work(make_work(cut, rows, device), cut, rows)
 
 

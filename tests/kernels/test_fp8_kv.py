@@ -21,6 +21,7 @@ from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.select import make_backend
 from quire.ops.kernels.launch import INTERPRETED
+from tests.support.cases import in_turn
 from tests.support.kernels.latent_cases import as_fp8
 from tests.support.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import RowPart, make_step, run_step
@@ -58,7 +59,10 @@ def right_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", to_fp8)
 
 
-@pytest.fixture(params=["llama", "qwen3", "qwen2_windows"])
+MODELS = ["llama", "qwen3", "qwen2_windows"]
+
+
+@pytest.fixture(params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
     checkpoint = write_checkpoint(tmp_path, request.param)
     file = tmp_path / "model.safetensors"
@@ -86,7 +90,9 @@ def logits_of(checkpoint: Checkpoint, model: torch.nn.Module, backend: Attention
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", ["triton", "cpu"])
+@pytest.mark.parametrize(
+    ("checkpoint", "name"), in_turn(MODELS, ["triton", "cpu"]), indirect=["checkpoint"]
+)
 def test_logits_are_those_of_the_reference_with_fp8_numbers(
     checkpoint: Checkpoint, name: str
 ) -> None:

@@ -10,21 +10,20 @@ import torch
 
 from quire.models.load.loading import load_model
 from tests.support.models.checkpoints import (
-    VARIANTS,
     Checkpoint,
     exact_logits,
     random_tokens,
     write_checkpoint,
 )
 from tests.support.models.paged_forward import CPU, run_paged
-from tests.support.models.quick import one_of_each_kind
+from tests.support.models.quick import one_of_each_kind, one_of_each_type
 
 SEQUENCES = random_tokens(23, 5, 61, 1)
 WHOLE = [[23], [5], [61], [1]]
 UNEVEN = [[7, 0, 9, 1, 1, 5], [0, 3, 1, 1], [13, 40, 1, 1, 1, 5], [0, 0, 1]]
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module")
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoint:
@@ -46,6 +45,7 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoint) -> None:
             torch.testing.assert_close(logits_TV, wanted_TV, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("checkpoint", one_of_each_type(), indirect=True)
 def test_float64_by_the_reference_backend(checkpoint: Checkpoint) -> None:
     model = load_model(checkpoint.directory, checkpoint.spec, torch.float64, CPU)
     sequences = [SEQUENCES[1], SEQUENCES[0][:12]]

@@ -207,10 +207,8 @@ def changed(folder: Path, variant: str, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def theirs(folder: Path, plain: torch.nn.Module | None = None) -> torch.nn.Module:
-    """transformers' model of a folder. plain: takes the weights of this one, not the folder's."""
-    if plain is None:
-        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+def theirs(folder: Path, plain: torch.nn.Module) -> torch.nn.Module:
+    """Return transformers' model by a folder's config, with the weights of a plain one."""
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     left = model.load_state_dict(plain.state_dict(), strict=False)
@@ -226,7 +224,7 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", dict.fromkeys(variant for variant, _, _ in SAME))
 def test_as_transformers(variant: str, tmp_path: Path) -> None:
-    plain = theirs(changed(tmp_path / "plain", variant, {}))
+    plain = write_checkpoint(tmp_path / "plain", variant).model
     unchanged = logits_of(plain)
     for number, (name, changes, differs) in enumerate(SAME):
         if name == variant:

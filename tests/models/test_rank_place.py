@@ -57,7 +57,7 @@ AMONG_TWO = ("llama_tied", "llama_multi_query", "opt_350m")
 def variants_and_sizes() -> list[Any]:
     """Each variant among 2 and among 4 ranks; in `make test` a variant of each kind of layer
     among as many as can share it, and a few others among 2."""
-    stand = {*KINDS, "phi3", "gpt_neox", "glm4_moe_lite"}
+    stand = {*KINDS, "glm4_moe_lite"}
     found = []
     for name in VARIANTS:
         sizes = (2,) if name in FOR_TWO else (2, 4)

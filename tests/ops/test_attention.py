@@ -18,7 +18,7 @@ from quire.ops.attention.within_step import make_within_step
 from quire.ops.attention_inputs import Scores
 from quire.ops.host.native import core
 from quire.spec.cache_group import CacheGroup
-from tests.support.cases import slow_but
+from tests.support.cases import in_turn
 from tests.support.kernels.attention_cases import (
     HEAD_DIM,
     NUM_VALUES,
@@ -86,8 +86,6 @@ LATENT_CASES = {
 }
 HAVE_LATENTS = ("reference", "torch")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-# The operations of torch are the same for both types of two bytes.
-DTYPES = slow_but(TOLERANCE, torch.float64, torch.float32, torch.bfloat16)
 # In which each backend is compared most closely.
 EXACT = {"reference": torch.float64, "torch": torch.float64, "cpu": torch.float32}
 
@@ -111,9 +109,9 @@ def test_reference_is_softmax(case: Case) -> None:
     torch.testing.assert_close(got, softmax_of(case), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_torch_is_softmax(case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_turn([*CASES], [*TOLERANCE]), ids=str)
+def test_torch_is_softmax(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
     wanted = softmax_of(case)
     got = run_named("torch", case, dtype)
     assert got.dtype == dtype
@@ -121,9 +119,9 @@ def test_torch_is_softmax(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("latent_name", HAVE_LATENTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", LATENT_CASES.values(), ids=LATENT_CASES.keys())
-def test_latent_attention_is_softmax(latent_name: str, dtype: torch.dtype, case: Case) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_turn([*LATENT_CASES], [*TOLERANCE]), ids=str)
+def test_latent_attention_is_softmax(latent_name: str, name: str, dtype: torch.dtype) -> None:
+    case = LATENT_CASES[name]
     got = run_named(latent_name, case, dtype)
     assert got.dtype == dtype and got.is_contiguous()
     torch.testing.assert_close(got.double(), softmax_of(case), rtol=0, atol=TOLERANCE[dtype])
@@ -159,9 +157,11 @@ def test_backends_without_latents_say_so() -> None:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_cpu_is_softmax(case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn([*CASES], [torch.float32, torch.bfloat16, torch.float16]), ids=str
+)
+def test_cpu_is_softmax(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
     wanted = softmax_of(case)
     got = run_named("cpu", case, dtype)
     assert got.dtype == dtype

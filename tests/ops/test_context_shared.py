@@ -144,7 +144,9 @@ def check(got: Sequence[torch.Tensor], wanted: torch.Tensor, kv_heads: int, atol
 
 
 # The reference goes token by token, so few of its cases are quick.
-OF_REFERENCE = ("decode_of_4", "of_3", "sinks_of_4", "window", "spans")
+QUICK = {  # the core has all cases
+    "reference": ("decode_of_4", "of_3", "sinks_of_4", "window", "spans"), "torch": [*CASES][::2],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ OF_REFERENCE = ("decode_of_4", "of_3", "sinks_of_4", "window", "spans")
     [
         pytest.param(
             name, *CASES[case], id=f"{name}-{case}",
-            marks=() if name != "reference" or case in OF_REFERENCE else pytest.mark.slow,
+            marks=[] if case in QUICK.get(name, CASES) else pytest.mark.slow,
         )
         for name in NAMES for case in CASES
     ],

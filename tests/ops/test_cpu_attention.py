@@ -327,10 +327,12 @@ def test_the_same_bits_however_the_work_is_cut(
         assert same_bits(compute(whole, sequences), wanted), f"{count} threads"
 
 
-@pytest.mark.parametrize("variant", variants())
-@pytest.mark.parametrize("has_window", [False, True])
-@pytest.mark.parametrize("length", [2000, pytest.param(4000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
+@pytest.mark.parametrize(
+    ("variant", "has_window", "length", "extras"),
+    pairwise(
+        list(variants()), [False, True], [2000, pytest.param(4000, marks=pytest.mark.slow)], EXTRAS
+    ),
+)
 def test_the_same_bits_if_a_context_is_split(
     extras: dict[str, Any], length: int, has_window: bool, variant: str, threads: None
 ) -> None:
@@ -365,9 +367,10 @@ def make_shared(shared: int, lengths: Sequence[int]) -> Sequences:
     return sequences
 
 
-@pytest.mark.parametrize("block_size", slow_but((3, 16, 256), 3, 16))
-@pytest.mark.parametrize("variant", variants())
-@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
+@pytest.mark.parametrize(
+    ("block_size", "variant", "extras"),
+    pairwise(slow_but((3, 16, 256), 3, 16), list(variants()), EXTRAS),
+)
 def test_the_same_bits_if_rows_share_blocks(
     extras: dict[str, Any], block_size: int, variant: str, threads: None
 ) -> None:

@@ -19,7 +19,7 @@ from quire.ops.weights.pack import pack
 from quire.ops.weights.packed import PackedWeight
 from quire.ops.weights.quantise import quantised
 from quire.ops.weights.stored_rows import IntegerRows
-from tests.support.cases import pairwise
+from tests.support.cases import in_turn, pairwise
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 
 if core() is None:
@@ -172,7 +172,7 @@ def test_scales_of_four_groups_of_int4_are_multiples_of_one() -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "variant", "dtype"),
-    pairwise([None, *QUANTIZATIONS], VARIANTS, FLOATS),
+    in_turn([None, *QUANTIZATIONS], VARIANTS, FLOATS),
     ids=str,
 )
 def test_a_row_has_the_same_bits_in_any_batch(
@@ -187,8 +187,11 @@ def test_a_row_has_the_same_bits_in_any_batch(
     assert torch.equal(linear(x.flip(0), weight), alone.flip(0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS], ids=str)
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    in_turn([None, *QUANTIZATIONS], [torch.float32, torch.bfloat16]),
+    ids=str,
+)
 def test_threads_change_no_bit(quantization: Quantization | None, dtype: torch.dtype) -> None:
     """Neither where they share the rows of a panel, of which there are fewer than threads."""
     weight, x = random(700, 520, dtype=dtype, seed=1), random(220, 520, dtype=dtype)

@@ -17,6 +17,7 @@ from quire.ops.weights.pack import pack_stored, packed_view, stored_group
 from quire.ops.weights.packed import PackedWeight
 from quire.ops.weights.stored_rows import Float4Rows, Float8Rows, IntegerRows, StoredRows
 from tests.ops.test_linear import quantised_activations, random
+from tests.support.cases import pairwise
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -91,9 +92,7 @@ def check_products(rows: StoredRows, weight: PackedWeight, tolerance: float = 1e
         assert torch.equal(linear(every[:tokens], weight, bias), alone[:tokens]), tokens
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "shape", "variant"), pairwise([4, 8], SHAPES, VARIANTS))
 def test_integers(bits: int, shape: tuple[int, int], variant: str) -> None:
     for group_size in (32, 64, 128, shape[1]):
         for zeros in (None, torch.bfloat16):

@@ -115,7 +115,7 @@ def test_blocks_hold_what_a_dictionary_does(
         pytest.importorskip("triton")
         monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
     num_steps = 15 if has_kernels else 60
-    for seed in range(4 if has_kernels else 80):
+    for seed in range(2 if has_kernels else 40):
         streams = LateStreams(None if is_late else np.random.default_rng(seed))
         machine = Machine(seed, streams)
         for _ in range(num_steps):

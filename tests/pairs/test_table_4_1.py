@@ -23,6 +23,7 @@ from quire.base.settings.kv_transfer import KVTransfer, transfer_of
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import Engine, build_engine
 from quire.render.renderer import RenderedPrompt
+from tests.support.cases import slow_but
 from tests.support.engine.attachments import stores_of
 from tests.support.engine.shared_store import shared_store
 from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoint
@@ -214,7 +215,7 @@ def check(row: str, rows: tuple[str, ...], name: str, seen: Run) -> None:
 
 @pytest.mark.parametrize(
     "rows",
-    [*((row,) for row in ROWS), *combinations(ROWS, 2), ROWS],
+    [*slow_but((row,) for row in ROWS), *combinations(ROWS, 2), ROWS],
     ids=lambda rows: "all" if rows == ROWS else " and ".join(rows),
 )
 def test_rows_together(rows: tuple[str, ...], alone: list[int], store: str) -> None:

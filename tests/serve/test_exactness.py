@@ -113,8 +113,9 @@ QUICK = TOGETHER[:2]
 OF_OTHERS = (  # not tried with llama, because mistral has them, or another case has more
     "more requests than rows", "block size 1", "block size 5", "block size 4, depth 2", "one row",
     "no prefix caching", "uneven chunks", "defaults", "preemption", "preemption, depth 2",
+    "two tokens per step",
 )  # fmt: skip
-WINDOW_CASES = (*QUICK, "one row", "block size 1", "preemption, no prefix caching")
+WINDOW_CASES = (*QUICK, "one row", "block size 1")
 
 
 def is_quick(name: str, case: str) -> bool:

@@ -235,6 +235,7 @@ def test_blocks_are_fetched_while_others_are_computed(
         assert outputs[0].num_cached_tokens == FULL * BLOCK
 
 
+@pytest.mark.parametrize("urls", slow_but(KINDS, "peer"), indirect=True)
 def test_a_conversation_goes_through_three_engines(urls: Urls) -> None:
     """Each turn in another engine, which begins with what the one before has left: its answer,
     too."""

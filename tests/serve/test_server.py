@@ -168,7 +168,7 @@ def test_only_the_supervisors_children_listen_and_only_where_told(server: Server
 
 def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
     with started("--shutdown-timeout", "300") as server:
-        stream = Stream(server, max_tokens=1000)
+        stream = Stream(server, max_tokens=600)
         stream.event()
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/ready") == 503, "it drains")
@@ -177,7 +177,7 @@ def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
         assert refused.value.status_code == 503
         assert "retry-after" in refused.value.response.headers
         events = stream.rest()
-        assert events[-1]["usage"]["completion_tokens"] == 1000
+        assert events[-1]["usage"]["completion_tokens"] == 600
         assert server.process.wait(30) == 0
         assert not any(map(is_running, server.children))
 

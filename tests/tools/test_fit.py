@@ -41,7 +41,7 @@ from quire.tools.devices import GPUS, Device, find_gpu
 from quire.tools.sizing.alternatives import Alternative
 from quire.tools.sizing.fit import Fit, fit
 from tests.support.cases import pairwise
-from tests.support.models.checkpoints import VARIANTS, write_checkpoint
+from tests.support.models.checkpoints import write_checkpoint
 from tests.support.models.gguf_writer import Q4_0, Q8_0, convert
 from tests.support.models.paged_forward import CPU
 from tests.support.models.quantised_writers import gptq, write
@@ -66,12 +66,21 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+class Folders(dict[str, Path]):
+    """Checkpoints of variants, written when a test first takes them."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+
+    def __missing__(self, variant: str) -> Path:
+        self[variant] = self._factory.mktemp(variant)
+        write_checkpoint(self[variant], variant)
+        return self[variant]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {variant: tmp_path_factory.mktemp(variant) for variant in VARIANTS}
-    for variant, folder in found.items():
-        write_checkpoint(folder, variant)
-    return found
+    return Folders(tmp_path_factory)
 
 
 def on_cpu(num_bytes: int) -> Device:

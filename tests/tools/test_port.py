@@ -152,7 +152,7 @@ def test_the_test_that_is_written_compares_with_transformers(
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    checkpoint = read_checkpoint(renamed(tmp_path / "model", "qwen2", "fable-2"))
+    checkpoint = read_checkpoint(renamed(tmp_path / "model", "gpt_neox", "fable-2"))
     out = tmp_path / "out"
     out.mkdir()
     (out / "test_fable_2.py").write_text("mine")

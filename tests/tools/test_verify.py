@@ -384,7 +384,7 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         verify(tmp_path)
 
 
-@pytest.mark.parametrize("variant", ["llama_tied", "qwen3_moe"])
+@pytest.mark.parametrize("variant", slow_but(["llama_tied", "qwen3_moe"], "qwen3_moe"))
 def test_numbers_that_transformers_is_given_in_float32(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ The rows are derived from the routes and from the declarations at the fields of 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter
@@ -95,9 +96,10 @@ def _name_of(path: str) -> str:
     return path.removeprefix("/v1").removeprefix("/").replace("{request_id}", "ID")
 
 
-def rows() -> list[Row]:
+@cache
+def rows() -> tuple[Row, ...]:
     """Return the rows of all APIs."""
-    return [row for name, kind in bodies().items() for row in rows_of(name, kind)]
+    return tuple(row for name, kind in bodies().items() for row in rows_of(name, kind))
 
 
 def rows_of(name: str, kind: type[BaseModel]) -> Iterator[Row]:

@@ -124,6 +124,7 @@ def test_no_answer_changes(kind: str, depth: int) -> None:
     assert plans.num_guessing >= 10 and plans.num_behind >= 10
 
 
+@pytest.mark.slow
 def test_no_answer_changes_by_torchs_operations() -> None:
     """Whose attention pads rows by what the host knows of them: tokens are the same."""
     torch_only = {"attention_backend": "torch"}

@@ -25,9 +25,11 @@ from quire.engine.drafting.rests import (
 )
 from quire.engine.grammars.matchers import GuidedDraft
 from quire.scheduler.core.sequence import RowTable, State
+from tests.support.cases import in_turn
 
 STEP_S = 0.010
 TOKEN = 7
+TOKENS = np.full(1 << 17, TOKEN, np.int32)  # longer than any sequence here
 
 
 class Clock:
@@ -59,7 +61,7 @@ class FakeSequence:
 
     @property
     def known_tokens(self) -> Any:
-        return np.full(self.num_known_tokens, TOKEN, np.int32)
+        return TOKENS[: self.num_known_tokens]
 
 
 @dataclass
@@ -267,7 +269,9 @@ def test_an_answer_that_ends_during_refusals_is_remembered(clock: Clock) -> None
     assert found.draft_ids == tokens[12:20].tolist()
 
 
-@pytest.mark.parametrize(("num_rows", "few"), [(800, 1.0), (512, 1.1)])
+@pytest.mark.parametrize(
+    ("num_rows", "few"), [pytest.param(800, 1.0, marks=pytest.mark.slow), (512, 1.1)]
+)
 def test_a_sample_stands_for_all_rows(clock: Clock, num_rows: int, few: float) -> None:
     """Eight rows alone can gain 1.8 % at most, but all rows gain 80 % and more."""
 
@@ -300,13 +304,15 @@ def test_samples_take_turns(clock: Clock, num_rows: int) -> None:
 # ---- the time of look-ups ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("look_ms", [0.01, 0.5, 1.0, 3.2])
-@pytest.mark.parametrize(("num_rows", "num_guided"), [(1, 0), (1, 1), (20, 0), (20, 10), (9, 1)])
-@pytest.mark.parametrize("method", [SUFFIX, FORCED])
+@pytest.mark.parametrize(
+    ("rows", "look_ms", "method"),
+    in_turn([(1, 0), (1, 1), (20, 0), (20, 10), (9, 1)], [0.01, 0.5, 1.0, 3.2], [SUFFIX, FORCED]),
+)
 def test_failed_look_ups_take_about_a_hundredth_at_most(
-    clock: Clock, look_ms: float, num_rows: int, num_guided: int, method: str
+    clock: Clock, rows: tuple[int, int], look_ms: float, method: str
 ) -> None:
-    """look_ms: of all rows together, in steps of 10 ms."""
+    """rows: all of them, and those with a grammar. look_ms: of all together, in steps of 10 ms."""
+    num_rows, num_guided = rows
     look_s = look_ms / 1000 / num_rows
     rig = Rig(clock, num_rows, num_guided, method, look_s=look_s, finds=False)
     rig.run(2000)

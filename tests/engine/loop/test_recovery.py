@@ -400,9 +400,10 @@ def test_where_layers_remember_a_state_it_costs_that_one_too(place: str, depth: 
     ("depth", "num_programs", "architecture"),
     [
         (3, 1, "qwen3_5_text"),  # has two layers, the other four
-        *(pytest.param(depth, 2, "qwen3_5", marks=pytest.mark.slow) for depth in (1, 2, 3)),
+        *((depth, 2, "qwen3_5") for depth in (1, 2, 3)),
     ],
 )
+@pytest.mark.slow
 def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(
     depth: int, num_programs: int, architecture: str
 ) -> None:

@@ -216,7 +216,6 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     slow_but(
         [kind for kind in KINDS if kind != "extras"],
         "penalties and edits",
-        "n",
         "prompt logprobs",
     ),
 )

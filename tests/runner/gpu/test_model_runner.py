@@ -6,7 +6,6 @@ So pinned slots, rows and results are reused while all launches are pending.
 
 from collections import Counter, deque
 from collections.abc import Callable, Set
-from functools import partial
 from typing import Any
 
 import pytest
@@ -75,14 +74,18 @@ def requests(num_more: int = 0) -> list[Request]:
     return found
 
 
-def few() -> list[Request]:
-    """One of each kind: greedy, sampled, penalised."""
-    return requests()[:3]
+def two() -> list[Request]:
+    """A sampled one, and a greedy one with a penalty."""
+    return requests()[:2]
 
 
 def first_four() -> list[Request]:
     """Some that end while prompts of others are still computed."""
     return requests(num_more=1)[:4]
+
+
+def all_but_the_last() -> list[Request]:
+    return requests(num_more=1)[:5]
 
 
 def drive(
@@ -146,8 +149,8 @@ def test_quantised_products_are_recorded_and_read_nothing(
     monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
     monkeypatch.setattr(formats, "check_quantization", lambda *_: None)  # it asks for the core
     weights = {"quantization": quantization}
-    found = drive(build("triton", compilation="full", **weights), devices[-1], make=few)
-    assert found == drive(build("triton", enforce_eager=True, **weights), devices[-1], make=few)
+    found = drive(build("triton", compilation="full", **weights), devices[-1], make=two)
+    assert found == drive(build("triton", enforce_eager=True, **weights), devices[-1], make=two)
 
 
 @pytest.mark.slow
@@ -200,7 +203,7 @@ def test_masked_steps_are_told_long_before_they_are_done(
     monkeypatch.setattr(Pieces, "begin", count)
     settings = {"backend": "triton", "max_model_len": 60} | WAYS[way]
     built = build(**settings)
-    requests_of = partial(requests, num_more=1)
+    requests_of = all_but_the_last
     found = drive(built, devices[-1], MASKED, requests_of)
     with on_the_host():
         assert found == drive(build("torch", max_model_len=60), None, MASKED, requests_of)

@@ -378,6 +378,7 @@ def test_heads_that_the_core_has_not(tmp_path: Path) -> None:
         assert run.finish().warm is None and len(run.tokens["one", 0]) == 9
 
 
+@pytest.mark.slow
 def test_a_grammar_brings_torch(first_answer: str) -> None:
     """Through `LLM`, since a grammar needs a tokenizer; what was under way ends as it would."""
     code = """

@@ -26,7 +26,7 @@ ODD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [22, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", BASES)
 def test_odd_values(api: TestClient, api_context: ApiContext, path: str, step: int) -> None:
     for number, field in enumerate(fields_of(api, path)):

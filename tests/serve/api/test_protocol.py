@@ -65,14 +65,15 @@ ONLY_CHAT: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("url", "body", "cases"),
+    ("url", "body", "cases", "stream"),
     [
-        ("/v1/completions", TEXT, BOTH + ONLY_TEXT),
-        ("/v1/chat/completions", CHAT, BOTH + ONLY_CHAT),
+        ("/v1/completions", TEXT, BOTH + ONLY_TEXT, False),
+        ("/v1/chat/completions", CHAT, BOTH + ONLY_CHAT, True),
+        pytest.param("/v1/completions", TEXT, BOTH + ONLY_TEXT, True, marks=pytest.mark.slow),
+        pytest.param("/v1/chat/completions", CHAT, BOTH + ONLY_CHAT, False, marks=pytest.mark.slow),
     ],
-    ids=["completions", "chat"],
+    ids=["completions", "streamed chat", "streamed completions", "chat"],
 )
 def test_refused(
     api: TestClient, api_context: ApiContext, url: str, body: Any, cases: Any, stream: bool

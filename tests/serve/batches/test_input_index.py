@@ -40,19 +40,19 @@ def test_lines_that_begin_alike_follow_each_other(tmp_path: Path) -> None:
     rng = random.Random(5)
     systems = ["".join(rng.choices("ab ", k=length)) for length in (64, 200, 700, 3000)]
     prompts = []
-    for number in range(120):
+    for number in range(60):
         system = rng.choice(systems)
         prompts.append(system[: rng.choice((40, len(system)))] + f" question {number}")
     path = write(tmp_path / "in", [request(str(i), text) for i, text in enumerate(prompts)])
     order = index_of(path).order.tolist()
-    assert sorted(order) == list(range(120))
+    assert sorted(order) == list(range(60))
 
     def common(a: str, b: str) -> int:
         """The longest cut up to which both are equal."""
         return max((64 << i for i in range(11) if a[: 64 << i] == b[: 64 << i]), default=0)
 
-    for x in range(120):
-        for y in range(x + 2, 120):
+    for x in range(60):
+        for y in range(x + 2, 60):
             first, last = prompts[order[x]], prompts[order[y]]
             between = [prompts[order[z]] for z in range(x + 1, y)]
             assert all(common(first, middle) >= common(first, last) for middle in between)

@@ -214,11 +214,11 @@ class App:
     ) -> None:
         engine, config = client.engine, ServerConfig(**server)
         self.context = ApiContext(client, engine.renderer, engine.requests, (MODEL,), config, 0)
-        self.app, self._runner, self._key = create_app(self.context), runner, key
+        self.app, self._runner, self.key = create_app(self.context), runner, key
 
     def post(self, path: str, body: Fields) -> Refusal | Any:
         """Return a refusal, or the answer."""
-        caller = AppCaller(self.app, self._key)
+        caller = AppCaller(self.app, self.key)
         core = body.pop("data_parallel_rank", None)
         if core is not None:
             caller._headers.append((b"x-data-parallel-rank", str(core).encode()))
@@ -241,7 +241,7 @@ class App:
 
     def stream(self, fields: Fields) -> Refusal | None:
         """Send an open prompt whose first piece is the last."""
-        headers = {} if self._key is None else {"authorization": f"Bearer {self._key}"}
+        headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
         with TestClient(self.app, headers=headers).websocket_connect("/v1/stream") as line:
             start = {"type": "start", "prompt": "fox", "last": True, **SHORT, **fields}
             line.send_text(json.dumps(start))
