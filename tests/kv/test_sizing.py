@@ -176,7 +176,7 @@ def test_host_memory_has_states_in_proportion_and_equal_numbers_of_blocks() -> N
     assert 9_900_000 < full * (costs[0] + costs[1]) + states * costs[2] <= 10_000_000
 
 
-def test_a_window_group_leaves_the_rest_to_the_others() -> None:
+def test_a_window_group_leaves_the_rest_to_full_groups() -> None:
     costs = bytes_of((FULL, WINDOW), 4)
     full, window = size_pools((FULL, WINDOW), costs, 500_000, 4, 1000, 2, 8)
     assert window == max_in_window(WINDOW, 4, 2, 8) == 16

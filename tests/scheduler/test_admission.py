@@ -153,7 +153,7 @@ def test_the_reserve_counts_all_rows_but_those_of_the_sequence_s_own_group() -> 
     assert scheduler.admission.reserve(leader) == headroom.blocks(1) == 1 + 2
 
 
-def test_priority_comes_first_and_arrival_second() -> None:
+def test_requests_are_admitted_by_priority_and_then_by_arrival() -> None:
     scheduler = scheduler_of(100, num_rows=3, pipeline_depth=9)
     for name, priority in [("a", 1), ("b", 0), ("c", -5), ("d", 0), ("e", -5)]:
         add(scheduler, name, 3, priority)
@@ -181,7 +181,7 @@ def test_a_priority_class_is_served_again_after_it_was_empty() -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_the_victim_is_the_latest_arrival_of_the_lowest_priority(mode: str) -> None:
+def test_the_latest_arrival_of_the_lowest_priority_is_preempted(mode: str) -> None:
     """No request of its priority or a lower one is admitted before it resumes."""
     scheduler = scheduler_of(33, preemption_mode=mode, pipeline_depth=1)
     arrivals = [("low", 5), ("high", 0), ("low, later", 5), ("high, later", 0)]

@@ -209,7 +209,7 @@ def test_conversations_that_share_a_system_prompt_are_not_branches(
     assert lab.serve(ALIEN) > SIZE and not lab.branches._open
 
 
-def test_an_aborted_prompt_is_no_turn() -> None:
+def test_an_aborted_prompt_does_not_count_as_a_turn() -> None:
     lab = Lab()
     scheduler = lab.scheduler
     scheduler.add(make_request("first", NEW[:24], max_tokens=9), 0.0)

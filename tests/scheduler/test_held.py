@@ -427,7 +427,7 @@ def test_a_fork_begins_with_the_block_names_of_its_source() -> None:
 
 
 def test_block_names_from_before_a_reset_are_not_passed_to_a_fork() -> None:
-    """A request that ran during the reset names no more blocks, but a fork still shares them."""
+    """A request that ran during the reset has no block names, but a fork still shares blocks."""
     bench = HeldBench()
     bench.add("a", PROMPT, max_tokens=12)
     for _ in range(4):

@@ -66,7 +66,7 @@ def test_blocks_beyond_the_limit_wait_and_follow_in_order(monkeypatch: pytest.Mo
     assert lab.keeping.take(0, third.ticket) == (), "an order is answered once"
 
 
-def test_host_memory_evicts_kept_blocks_and_not_those_that_wait(
+def test_host_memory_evicts_stored_blocks_and_not_waiting_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks that a store has can be fetched; a block that waits would have to be computed."""
@@ -111,7 +111,7 @@ def test_each_store_has_a_backlog_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     lab.check()
 
 
-def test_names_that_are_forgotten_while_they_wait_are_not_kept(
+def test_names_that_are_forgotten_while_they_wait_are_not_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab(monkeypatch)
@@ -125,7 +125,7 @@ def test_names_that_are_forgotten_while_they_wait_are_not_kept(
     lab.check()
 
 
-def test_at_the_end_all_blocks_are_ordered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_shutdown_all_blocks_are_ordered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(monkeypatch)
     lab.keeping.keep(lab.add(5))
     lab.keeping.keep(lab.add(6), max_blocks=1 << 30)

@@ -167,7 +167,7 @@ def test_the_core_does_not_rest_while_something_can_be_planned(depth: int, mode:
 
 
 def test_an_idle_open_prompt_of_a_higher_priority_does_not_block_others() -> None:
-    """The other was preempted so often that it needs room for the limits of all rows."""
+    """The other request was preempted so often that it needs room for the limits of all rows."""
     driver = Driver(40, max_num_batched_tokens=16)
     core, scheduler = driver.core, driver.scheduler
     core.add(is_open(make_request("silent", [1, 2, 3], max_tokens=4, temperature=0.0, priority=-1)))

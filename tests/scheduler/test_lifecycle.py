@@ -59,8 +59,8 @@ def test_only_a_swapped_sequence_waits_again_without_its_host_blocks(state: Stat
     assert sequence.state is (State.WAITING if state is State.SWAPPED else state)
 
 
-class Unwalked(dict[str, Sequence]):
-    """Requests that may be looked up but not walked."""
+class NotIterable(dict[str, Sequence]):
+    """Requests that may be looked up, but not iterated over."""
 
     def __iter__(self) -> Iterator[str]:
         raise AssertionError("all requests are walked")
@@ -68,13 +68,13 @@ class Unwalked(dict[str, Sequence]):
     values = items = keys = __iter__  # type: ignore[assignment]
 
 
-def test_a_view_walks_no_requests() -> None:
+def test_a_view_does_not_iterate_over_requests() -> None:
     """Metrics and the status line ask for it between two steps."""
     scheduler = scheduler_of()
     for number in range(3):
         scheduler.add(make_request(f"r{number}", [1, 2, 3], max_tokens=2, seed=number), 0.0)
     assert [found.request.request_id for found in scheduler.requests()] == ["r0", "r1", "r2"]
-    scheduler.lifecycle.sequences = Unwalked(scheduler.lifecycle.sequences)
+    scheduler.lifecycle.sequences = NotIterable(scheduler.lifecycle.sequences)
     assert scheduler.view().num_waiting == 3
     with pytest.raises(AssertionError, match="walked"):
         scheduler.requests()

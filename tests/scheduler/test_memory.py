@@ -125,7 +125,7 @@ def test_samples_need_room_for_one_chunk_after_their_windows() -> None:
 
 @pytest.mark.parametrize("num_prompt", range(9, 22))
 def test_a_state_is_stored_eight_tokens_before_the_end_of_a_prompt(num_prompt: int) -> None:
-    """It is after the last full block before these tokens, which a template may add each time."""
+    """It is after the last full block before them, as a template may begin answers with them."""
     kv = KVManager((FULL, CacheGroup("state", (1,), state_size=8)), (100, 16), SIZE)
     scheduler = Scheduler(
         Memory(kv, 64), SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), 120

@@ -76,7 +76,7 @@ def test_a_pin_that_is_being_computed_at_a_reset_is_indexed_afterwards() -> None
     bench.assert_right(request)
 
 
-def test_a_tenant_sees_only_its_own_requests_hits_of_its_pin() -> None:
+def test_a_tenant_sees_only_the_pin_hits_of_its_own_requests() -> None:
     """Otherwise it could find out other tenants' prompts, by pinning one token more each time."""
     bench = Bench()
     bench.pin(tenant="key 1")

@@ -8,7 +8,7 @@ from tests.scheduler.test_policies import firsts
 from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
-def test_a_batch_is_served_before_the_next_one_moves_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_served_before_the_next_batch_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_level, "PATIENCE", 1000.0)
     scheduler = scheduler_of(TwoLevel, budget=20)
     for i in range(12):

@@ -202,8 +202,8 @@ def test_small_steps_have_room_for_a_whole_item() -> None:
     assert scheduler.memory.chunk_limit.min_tokens == 0
 
 
-def test_small_steps_have_room_for_an_item_until_the_last_sequence_of_its_request_ends() -> None:
-    """A sequence that was preempted computes the item again."""
+def test_small_steps_have_room_for_an_item_until_its_request_ends() -> None:
+    """A preempted sequence of the request computes the item again."""
     scheduler = scheduler_of()
     pair = msgspec.structs.replace(
         make_request("a", list(range(14)), max_tokens=4, n=2),
