@@ -153,6 +153,7 @@ def test_near_is_own_is_set_only_if_the_nearest_prompt_is_of_the_same_tenant() -
     scheduler = scheduler_of()
     report_of(scheduler, "a", TEXT[:20], tenant="x")
     assert not report_of(scheduler, "b", [*TEXT[:18], 1001, 1002], tenant="y").near_is_own
+    # The nearest prompt is that of "b", of the same tenant.
     assert report_of(scheduler, "c", [*TEXT[:15], 1003, 1004, 1005], tenant="y").near_is_own
 
 
