@@ -40,8 +40,8 @@ def golden_paths() -> list[Path]:
 
 
 def contents(path: Path) -> str:
-    """A digest of all that a golden run holds, whatever the format of its file: header, snapshot,
-    and calls with their results and plans. Those of the first format were taken by its reader."""
+    """Return a digest of the contents of a golden run: header, snapshot, and calls with results and
+    plans. It does not depend on the format of the file."""
     segment = read_segment(path)
     header = {key: value for key, value in segment.header.items() if key not in FORM}
     data = hashlib.sha256()
@@ -50,7 +50,7 @@ def contents(path: Path) -> str:
 
 
 def make(name: str) -> Path:
-    """Record one run; the file."""
+    """Record one run. Return the path of its file."""
     with tempfile.TemporaryDirectory() as directory:
         run = Run(Path(directory), **({"scheduling_policy": "fifo"} | RUNS[name]))
         run.everything()

@@ -15,7 +15,7 @@ from quire.engine.recording.frames import State
 from quire.tools.replay import replay_all
 from tests.golden.make import CONTENTS, RUNS, contents, golden_paths
 
-MOST_BYTES = 60_000
+MAX_BYTES = 60_000
 
 
 @pytest.mark.parametrize("path", golden_paths(), ids=lambda path: path.stem)
@@ -26,18 +26,18 @@ def test_all_plans_are_identical(path: Path) -> None:
     assert outcome.state is State.WHOLE
 
 
-def test_they_hold_what_was_recorded_once() -> None:
-    """Also after their files were converted to another format."""
+def test_golden_files_keep_their_recorded_contents() -> None:
+    """A conversion of the files to another format changes no contents."""
     found = {path.stem: contents(path) for path in golden_paths()}
     lines = CONTENTS.read_text("utf-8").splitlines()
     assert found == {line.split()[1]: line.split()[0] for line in lines}
 
 
-def test_the_runs_hold_what_they_should() -> None:
+def test_golden_runs_cover_forks_copies_and_swaps() -> None:
     assert {path.stem for path in golden_paths()} == set(RUNS)
     kinds: dict[str, set[str]] = {}
     for path in golden_paths():
-        assert path.stat().st_size < MOST_BYTES, path.name
+        assert path.stat().st_size < MAX_BYTES, path.name
         segment = read_segment(path)
         assert not segment.header["has_tokens"]
         found = kinds.setdefault(path.stem, set())

@@ -1,4 +1,4 @@
-"""Digests: what must differ differs, and the values are fixed for ever."""
+"""Digests: different contents have different digests, and the values never change."""
 
 import hashlib
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_a_digest_depends_on_all_tokens_before_it() -> None:
     assert one == chain([1, 2, 3, 4, 5, 6, 7, 8, 9], root)
 
 
-def test_equal_blocks_at_different_places_differ() -> None:
+def test_equal_blocks_at_different_positions_have_different_digests() -> None:
     first, second = chain([1, 2, 3, 4] * 2, root_digest(b""))
     assert first != second
 
@@ -55,7 +55,7 @@ def test_extending_in_steps_is_the_same_as_at_once() -> None:
     assert digests == chain(list(range(12)), root)
 
 
-def test_roots_do_not_confuse_their_parts() -> None:
+def test_roots_differ_if_the_same_text_is_split_differently() -> None:
     roots = {
         root_digest(b"m"),
         root_digest(b"m", "a"),
@@ -118,7 +118,7 @@ PINNED = {
 
 
 class Padded:
-    """A short hash, made longer by zeros: KV events would call all blocks alike."""
+    """A short hash padded with zeros, with which all blocks would have one name in KV events."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -136,7 +136,7 @@ class Padded:
         (lambda data: hashlib.shake_128(data), "cannot be created: TypeError"),
     ],
 )
-def test_a_hash_of_another_package_is_tried(
+def test_a_plug_in_hash_is_checked_when_it_is_loaded(
     made: Callable[[bytes], Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policies, "load_plugin", lambda *_: made)
@@ -145,7 +145,7 @@ def test_a_hash_of_another_package_is_tried(
 
 
 @pytest.mark.parametrize("name", ["sha256", "blake2b"])
-def test_one_more_block_has_the_digest_of_the_chain(name: str) -> None:
+def test_extend_by_one_gives_the_digests_of_the_chain(name: str) -> None:
     block_hash, root = make_block_hash(name), root_digest(b"a")
     tokens = np.arange(8, dtype=np.int32)
     digests: list[bytes] = []
@@ -207,7 +207,7 @@ def bytes_of_run(block_size: int) -> int:
 
 @pytest.mark.parametrize("size", [1, 16])
 def test_the_memory_of_runs_is_bounded_for_blocks_of_any_size(size: int) -> None:
-    """The bound holds for the objects as Python counts them, up to a tenth."""
+    """The bound holds for the objects as Python counts them, within 10 percent."""
     bound = 10 * bytes_of_run(size)
     runs, tokens = KnownRuns(max_bytes=bound), np.arange(40 * RUN_BLOCKS * size, dtype=np.int32)
     for _ in range(2):

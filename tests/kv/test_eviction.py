@@ -1,4 +1,4 @@
-"""Eviction policies: each against a plain model of a pool's cached blocks, and what each is for."""
+"""Eviction policies: each against a plain model of a pool's cached blocks, and its use case."""
 
 from collections import OrderedDict
 from random import Random
@@ -19,8 +19,8 @@ NUM_BLOCKS = 12
 
 
 class PlainModel:
-    """The cached blocks that no table holds, each with its rank, in no order. The next one to go
-    has the lowest rank, and of equal ones the lowest number of its release."""
+    """The cached blocks that no table holds, each with its rank, in no order. The next one to
+    be evicted has the lowest rank, and among equal ranks the earliest release."""
 
     def __init__(self, counts_hits: bool) -> None:
         self.ranks: dict[int, tuple[int, int]] = {}
@@ -46,7 +46,7 @@ class PlainModel:
 
 
 class Machine:
-    """Does the same to a pool and to the model. holders: of each block, by the names it has."""
+    """Applies the same operations to a pool and to the model."""
 
     def __init__(self, policy: str, seed: int) -> None:
         self.random = Random(seed)
@@ -123,14 +123,14 @@ class Machine:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-def test_a_policy_does_as_its_plain_model(policy: str, seed: int) -> None:
+def test_a_policy_evicts_in_the_order_of_its_plain_model(policy: str, seed: int) -> None:
     machine = Machine(policy, seed)
     machine.run(1500)
     assert len(machine.pool.lost) > 20, "too little was evicted"
 
 
 def serve(kv: KVManager, names: list[bytes]) -> int:
-    """Serve a prompt whose blocks have these names; the number of blocks that were hit."""
+    """Serve a prompt whose blocks have these names. Return the number of blocks hit."""
     sequence, num_tokens = kv.new_sequence(), len(names) * kv.block_size + 1
     hit = kv.get_computed_blocks(names, num_tokens)
     assert kv.allocate_slots(sequence, num_tokens - hit.num_tokens, hit) is not None
@@ -140,7 +140,7 @@ def serve(kv: KVManager, names: list[bytes]) -> int:
 
 
 @pytest.mark.parametrize(("policy", "num_hit"), [("lru", 0), ("lfu", 4)])
-def test_prompts_that_are_used_once_evict_popular_ones_but_with_lfu(
+def test_prompts_used_once_evict_popular_ones_unless_the_policy_is_lfu(
     policy: str, num_hit: int
 ) -> None:
     kv = KVManager((FULL,), (10,), 4, make_eviction=make_eviction(policy))
@@ -152,7 +152,7 @@ def test_prompts_that_are_used_once_evict_popular_ones_but_with_lfu(
     assert serve(kv, popular) == num_hit
 
 
-def test_lfu_forgets_what_was_popular_once() -> None:
+def test_lfu_evicts_blocks_that_are_no_longer_popular() -> None:
     kv = KVManager((FULL,), (6,), 4, make_eviction=Lfu)
     for _ in range(5):
         serve(kv, [b"popular"])
@@ -171,7 +171,7 @@ def test_lfu_evicts_leaves_before_roots() -> None:
     assert [kv.pools[0].digest_of(block_id) for block_id in order] == chain[::-1]
 
 
-def test_a_hit_in_host_memory_counts_there() -> None:
+def test_a_hit_in_host_memory_counts_for_its_host_block() -> None:
     kv = KVManager((FULL,), (2,), 4, host_limits=[4], make_eviction=Lfu)
     for name in (b"a", b"b", b"a"):
         hit = serve(kv, [name])
@@ -197,7 +197,7 @@ def calls_of(policy: str, num_blocks: int) -> Calls:
     return found
 
 
-def test_the_default_costs_no_python_call() -> None:
+def test_the_default_policy_makes_no_python_call_per_block() -> None:
     default, other = calls_of("lru", 65), calls_of("lfu", 65)
     assert lfu.__file__ in {path for path, _ in other}
     per_block = {name: num for (_, name), num in default.items() if num > 60}
@@ -211,7 +211,7 @@ class Backwards(OrderedDict[int, int]):
         return reversed(self)
 
 
-def test_a_policy_of_another_package_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_policy_is_checked_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "load_plugin", lambda *_: Backwards)
     with pytest.raises(ConfigError, match=r"'back' does not work as a dict.* got \[\[\], \[5, 8\]"):
         make_eviction("back")

@@ -36,7 +36,7 @@ def test_figure_6_block_table_translation() -> None:
         return state
 
     assert step() == ([7, 1], 3, 2)  # 1: the prompt fills block 7 and three slots of block 1
-    assert step() == ([7, 1], 4, 2)  # 2: the first output token goes into the slot that was left
+    assert step() == ([7, 1], 4, 2)  # 2: the first output token fills the remaining slot
     assert step() == ([7, 1, 3], 1, 3)  # 3: the second needs a new block
     assert step() == ([7, 1, 3], 2, 3)
     assert kv.pools[0].num_used == 0
@@ -55,7 +55,7 @@ def test_figure_8_two_samples_share_the_prompt() -> None:
     assert (done.copies, done.writes) == ([(1, 3)], [(1, 3)])
     assert [pool.num_refs(7), pool.num_refs(1), pool.num_refs(3)] == [2, 1, 1]
 
-    done = a2.append(1)  # nobody else holds block 1 any more, so it is written in place
+    done = a2.append(1)  # block 1 is not shared any more, so it is written in place
     assert (done.copies, done.writes) == ([], [])
     assert (a1.blocks, a2.blocks) == ([7, 3], [7, 1])
     a1.free()

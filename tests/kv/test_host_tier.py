@@ -1,4 +1,4 @@
-"""When what a step copied out to host memory may be relied on."""
+"""When blocks that a step copies out to host memory become valid there."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from quire.spec.cache_group import CacheGroup
 FULL = CacheGroup("full", (0,), 1, 8)
 
 
-def test_what_a_step_copied_out_is_there_with_its_result() -> None:
+def test_copies_to_host_memory_are_settled_with_the_result_of_their_step() -> None:
     kv = KVManager((FULL,), (4,), 4, host_limits=[4])
     tier = kv.tier
     assert tier is not None
@@ -21,8 +21,8 @@ def test_what_a_step_copied_out_is_there_with_its_result() -> None:
 
 @pytest.mark.parametrize("is_evicted", [True, False])
 def test_a_block_that_a_plan_copies_out_is_held_until_its_result(is_evicted: bool) -> None:
-    """Host memory has room for one block: nothing else goes there before the copy was made, and
-    something does afterwards."""
+    """Host memory has room for one block. No other block is copied there before the result of the
+    first copy, and one is afterwards."""
     kv = KVManager((FULL,), (4,), 4, host_limits=[1])
     [pool], tier = kv.pools, kv.tier
     assert tier is not None
@@ -42,14 +42,14 @@ def test_a_block_that_a_plan_copies_out_is_held_until_its_result(is_evicted: boo
     first = copy(b"a")
     assert len(first) == 1 and copy(b"b") == []  # of the same plan
     tier.end_plan(1)
-    assert copy(b"c") == []  # of the plan behind it
+    assert copy(b"c") == []  # of the next plan
     tier.end_plan(2)
     assert tier.settle(1) == [(0, b"a")]
     assert copy(b"d") == first
 
 
-def test_names_of_copies_that_no_step_has_settled_are_taken_away() -> None:
-    """And each block that was copied out counts once."""
+def test_forget_unsettled_removes_the_names_of_unsettled_copies() -> None:
+    """Each block that was copied out counts once."""
     kv = KVManager((FULL,), (4,), 4, host_limits=[4])
     [pool], tier = kv.pools, kv.tier
     assert tier is not None

@@ -22,7 +22,7 @@ def digests_of(num_tokens: int) -> list[bytes]:
 
 
 def computed(kv: KVManager, num_tokens: int) -> SequenceBlocks:
-    """A sequence whose tokens were computed in one step and whose full blocks are named."""
+    """Return a sequence whose tokens were computed in one step and whose full blocks are named."""
     sequence = kv.new_sequence()
     assert kv.allocate_slots(sequence, num_tokens) is not None
     digests = digests_of(num_tokens)
@@ -30,7 +30,7 @@ def computed(kv: KVManager, num_tokens: int) -> SequenceBlocks:
     return sequence
 
 
-def test_a_full_hit_gives_its_last_block_back() -> None:
+def test_a_hit_of_the_whole_prompt_omits_its_last_block() -> None:
     kv = KVManager((FULL,), (10,), SIZE)
     computed(kv, 12)
     assert kv.get_computed_blocks(digests_of(12), 12).num_tokens == 8
@@ -50,7 +50,7 @@ def test_a_window_group_needs_only_the_blocks_that_are_still_seen() -> None:
     assert kv.get_computed_blocks(digests_of(16), 20).num_tokens == 0, "position 12 sees 7..11"
 
 
-def test_a_hit_is_what_all_groups_have() -> None:
+def test_a_hit_is_limited_to_the_tokens_that_all_groups_have() -> None:
     kv = KVManager((FULL, WINDOW), (10, 10), SIZE)
     sequence = computed(kv, 16)
     kv.pools[0].unindex(sequence.tables[0].blocks[3])
@@ -81,7 +81,7 @@ def test_growth_is_all_or_nothing_over_groups() -> None:
     check_invariants(kv, [sequence])
 
 
-def test_a_hit_that_cannot_be_extended_is_put_back() -> None:
+def test_a_hit_that_cannot_be_extended_is_released() -> None:
     kv = KVManager((FULL,), (4,), SIZE)
     first = computed(kv, 12)
     second = kv.new_sequence()
@@ -90,7 +90,7 @@ def test_a_hit_that_cannot_be_extended_is_put_back() -> None:
     check_invariants(kv, [first, second])
 
 
-def test_admission_counts_cached_blocks_that_the_hit_wakes() -> None:
+def test_needs_include_cached_blocks_that_the_hit_takes_into_use() -> None:
     kv = KVManager((FULL,), (4,), SIZE)
     kv.free(computed(kv, 12))
     hit = kv.get_computed_blocks(digests_of(12), 16)
@@ -119,8 +119,8 @@ def test_blocks_that_left_the_window_get_no_names() -> None:
     check_invariants(kv, [sequence])
 
 
-def test_what_was_freed_is_as_new() -> None:
-    """Also by the number of its blocks that the index knows: it may begin again."""
+def test_a_freed_sequence_can_be_used_like_a_new_one() -> None:
+    """This includes its number of indexed blocks, which is zero again."""
     kv = KVManager((FULL, WINDOW), (10, 10), SIZE)
     sequence = computed(kv, 18)
     kv.free(sequence)
@@ -132,8 +132,8 @@ def test_what_was_freed_is_as_new() -> None:
 
 
 @pytest.mark.parametrize("keep", [9, 10, 11])
-def test_a_block_that_is_written_again_loses_its_name_first(keep: int) -> None:
-    """Whoever began with it would read what is written next. Shared, it is copied and keeps it."""
+def test_a_block_that_is_written_again_loses_its_name(keep: int) -> None:
+    """Otherwise a later hit would read the new tokens. A shared block is copied and keeps it."""
     kv = KVManager((FULL,), (10,), SIZE)
     sequence = computed(kv, 12)
     for is_shared in (True, False):

@@ -22,7 +22,7 @@ def test_the_block_freed_last_is_taken_first() -> None:
     assert take(pool, 3) == [0, 1, 3]
 
 
-def test_plainly_free_blocks_go_before_cached_ones_and_those_by_age() -> None:
+def test_free_blocks_are_allocated_before_cached_ones_and_these_by_age() -> None:
     pool = BlockPool(4)
     take(pool, 3)
     for block_id in (2, 0, 1):
@@ -35,7 +35,7 @@ def test_plainly_free_blocks_go_before_cached_ones_and_those_by_age() -> None:
     assert list(pool.lost) == [b"2"]
 
 
-def test_a_hit_makes_a_cached_block_young_again() -> None:
+def test_a_hit_makes_a_cached_block_most_recently_used() -> None:
     pool = BlockPool(2)
     take(pool, 2)
     for block_id in (0, 1):
@@ -56,7 +56,7 @@ def test_the_first_block_of_equal_content_keeps_the_name() -> None:
     pool.check_invariants([0, 1])
 
 
-def test_reset_makes_cached_blocks_plainly_free() -> None:
+def test_a_reset_makes_cached_blocks_free() -> None:
     pool = BlockPool(2)
     take(pool, 2)
     pool.index(0, b"a")
@@ -67,8 +67,8 @@ def test_reset_makes_cached_blocks_plainly_free() -> None:
     pool.check_invariants([1])
 
 
-def test_each_change_of_the_index_counts() -> None:
-    """Whoever has looked something up compares the count to see that it still holds."""
+def test_each_change_of_the_index_is_counted() -> None:
+    """A caller compares the count to see whether its look-up is still valid."""
     pool = BlockPool(2)
     take(pool, 2)
     pool.index(0, b"a")
@@ -81,7 +81,7 @@ def test_each_change_of_the_index_counts() -> None:
     assert pool.num_index_changes == 2
 
 
-def test_each_name_that_a_block_loses_counts() -> None:
+def test_each_name_that_a_block_loses_is_counted() -> None:
     pool = BlockPool(1)
     pool.allocate()
     pool.index(0, b"first")
@@ -93,14 +93,16 @@ def test_each_name_that_a_block_loses_counts() -> None:
     assert pool.num_names_lost(0) == 2
 
 
-def test_the_first_block_may_be_in_use_and_no_block_is_not() -> None:
+def test_block_zero_may_be_in_use_and_the_null_block_is_not() -> None:
     pool = BlockPool(2)
     pool.allocate()
     assert list(map(pool.is_in_use, (0, 1, NULL))) == [True, False, False]
 
 
 @pytest.mark.parametrize("make_eviction", [OrderedDict, Lfu])
-def test_many_blocks_are_those_that_one_call_each_would_take(make_eviction: MakeEviction) -> None:
+def test_allocating_many_blocks_equals_allocating_them_one_by_one(
+    make_eviction: MakeEviction,
+) -> None:
     """Free blocks first, then evicted ones, with the same names lost in the same order."""
     rng = np.random.default_rng(5)
     together, apart = (BlockPool(12, None, make_eviction) for _ in range(2))
@@ -125,12 +127,12 @@ def test_many_blocks_are_those_that_one_call_each_would_take(make_eviction: Make
         together.check_invariants(held)
 
 
-def test_more_blocks_than_are_free_are_a_bug() -> None:
+def test_allocating_more_blocks_than_are_free_asserts() -> None:
     with pytest.raises(AssertionError, match="more blocks are allocated than are free"):
         BlockPool(2).allocate_all(3)
 
 
-def test_a_prompt_is_looked_up_as_a_whole() -> None:
+def test_all_blocks_of_a_prompt_are_looked_up_in_one_call() -> None:
     pool = BlockPool(6)
     blocks, names = pool.allocate_all(4), [bytes([i]) * 32 for i in range(5)]
     pool.index_all(blocks[:2] + blocks[3:], names[:2] + names[3:4])

@@ -1,4 +1,4 @@
-"""Blocks per group from bytes: never more than the budget, and one more would be."""
+"""Blocks per group from a budget in bytes: one more block would exceed it."""
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +30,7 @@ def bytes_of(groups: tuple[CacheGroup, ...], block_size: int) -> list[int]:
     return [group.block_bytes(block_size, 4) for group in groups]
 
 
-def most_in_window(group: CacheGroup, block_size: int, rows: int, chunk: int) -> int:
+def max_in_window(group: CacheGroup, block_size: int, rows: int, chunk: int) -> int:
     """Blocks that all rows hold at once: their windows, each cut by blocks, and the new tokens."""
     assert group.window is not None
     return rows * (-(-group.window // block_size) + 2) + -(-chunk // block_size)
@@ -45,7 +45,7 @@ def most_in_window(group: CacheGroup, block_size: int, rows: int, chunk: int) ->
     rows=st.integers(1, 9),
     chunk=st.integers(1, 64),
 )
-def test_as_many_blocks_as_fit(
+def test_pools_are_as_large_as_the_budget_allows(
     groups: tuple[CacheGroup, ...],
     budget: int,
     block_size: int,
@@ -57,11 +57,11 @@ def test_as_many_blocks_as_fit(
     per_sequence = -(-length // block_size) + 1
 
     def cost(blocks: int) -> int:
-        """Of pools of so many blocks, none larger than the group can use."""
+        """Return the bytes of pools of so many blocks, none larger than its group can use."""
         return sum(min(blocks, most) * c for most, c in zip(caps, costs, strict=True))
 
     caps = [
-        1 << 40 if g.window is None else most_in_window(g, block_size, rows, chunk) for g in groups
+        1 << 40 if g.window is None else max_in_window(g, block_size, rows, chunk) for g in groups
     ]
     try:
         pools = size_pools(groups, costs, budget, block_size, length, rows, chunk)
@@ -81,22 +81,22 @@ def test_as_many_blocks_as_fit(
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("length", [2, 16, 17, 333])
-def test_the_smallest_pool(groups: tuple[CacheGroup, ...], length: int) -> None:
+def test_min_pool_bytes_is_the_exact_minimum(groups: tuple[CacheGroup, ...], length: int) -> None:
     """One byte less, and there is no room for one sequence."""
     costs = bytes_of(groups, 16)
-    least = min_pool_bytes(groups, costs, 16, length, 4, 64)
-    size_pools(groups, costs, least, 16, length, 4, 64)
+    min_bytes = min_pool_bytes(groups, costs, 16, length, 4, 64)
+    size_pools(groups, costs, min_bytes, 16, length, 4, 64)
     with pytest.raises(OutOfMemory):
-        size_pools(groups, costs, least - 1, 16, length, 4, 64)
+        size_pools(groups, costs, min_bytes - 1, 16, length, 4, 64)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("length", [1, 16, 17, 150])
-def test_as_many_sequences_as_the_manager_takes(
+def test_sequences_that_fit_agrees_with_the_manager(
     groups: tuple[CacheGroup, ...], length: int, block_size: int
 ) -> None:
-    """Each grows token by token to its length, and then stands there."""
+    """Each sequence grows token by token to its length, and keeps its blocks."""
     pools = tuple(301 + 7 * g for g in range(len(groups)))
     manager = KVManager(groups, pools, block_size)
 
@@ -125,24 +125,24 @@ def test_states_have_half_of_the_memory_unless_a_sequence_needs_it(
     groups: tuple[CacheGroup, ...], budget: int, block_size: int, length: int, rows: int
 ) -> None:
     costs = bytes_of(groups, block_size)
-    least = min_pool_bytes(groups, costs, block_size, length, rows, 64)
+    min_bytes = min_pool_bytes(groups, costs, block_size, length, rows, 64)
     try:
         pools = size_pools(groups, costs, budget, block_size, length, rows, 64)
     except OutOfMemory:
-        assert budget < least
+        assert budget < min_bytes
         return
-    assert budget >= least
+    assert budget >= min_bytes
     full, num_states = pools[0], pools[-1]
     per_sequence = -(-length // block_size) + 1
     assert sum(n * c for n, c in zip(pools, costs, strict=True)) <= budget
     assert per_sequence <= full <= per_sequence * rows
-    fewest = min(full, MIN_STATES)
-    worth = max(MIN_STATES, 2 * rows) + full * block_size // SNAPSHOT_TOKENS
-    assert fewest <= num_states <= min(full, worth)
-    if num_states > fewest:
+    min_states = min(full, MIN_STATES)
+    max_states = max(MIN_STATES, 2 * rows) + full * block_size // SNAPSHOT_TOKENS
+    assert min_states <= num_states <= min(full, max_states)
+    if num_states > min_states:
         assert num_states * costs[-1] <= budget / 2
-    if num_states < min(full, worth):
-        left = budget - (least - min(per_sequence, MIN_STATES) * costs[-1])  # by one sequence
+    if num_states < min(full, max_states):
+        left = budget - (min_bytes - min(per_sequence, MIN_STATES) * costs[-1])  # by one sequence
         assert (num_states + 1) * costs[-1] > min(budget / 2, left)
     needs = KVManager(groups, pools, block_size).group_blocks(length, 0, 1, min(64, length))
     assert all(need <= num for need, num in zip(needs, pools, strict=True))
@@ -159,7 +159,7 @@ def test_the_longest_sequence_leaves_states_their_half(
     assert pools[-1] == max(MIN_STATES, min(budget // 2 // costs[-1], 8 + length // 512))
 
 
-def test_an_error_tells_what_states_take() -> None:
+def test_an_error_reports_the_memory_of_states() -> None:
     costs = bytes_of(HYBRIDS[0], 16)
     states = r"6 states of 0\.1 MiB each"
     with pytest.raises(OutOfMemory, match=rf"\(1 MiB with {states}\)\. Lower max_model_len"):
@@ -168,7 +168,7 @@ def test_an_error_tells_what_states_take() -> None:
         longest_sequence(HYBRIDS[0], costs, 100_000, 16, 1000, 4, 64)
 
 
-def test_host_memory_keeps_states_in_proportion_and_as_many_blocks_of_others() -> None:
+def test_host_memory_has_states_in_proportion_and_equal_numbers_of_blocks() -> None:
     groups = HYBRIDS[1]
     costs = bytes_of(groups, 16)
     full, window, states = host_tier_blocks(groups, costs, (1000, 20, 50), 10_000_000)
@@ -176,20 +176,20 @@ def test_host_memory_keeps_states_in_proportion_and_as_many_blocks_of_others() -
     assert 9_900_000 < full * (costs[0] + costs[1]) + states * costs[2] <= 10_000_000
 
 
-def test_a_window_group_leaves_the_rest_to_the_others() -> None:
+def test_a_window_group_leaves_the_rest_to_full_groups() -> None:
     costs = bytes_of((FULL, WINDOW), 4)
     full, window = size_pools((FULL, WINDOW), costs, 500_000, 4, 1000, 2, 8)
-    assert window == most_in_window(WINDOW, 4, 2, 8) == 16
+    assert window == max_in_window(WINDOW, 4, 2, 8) == 16
     assert full == (500_000 - 16 * costs[1]) // costs[0]
 
 
-def test_a_budget_that_is_exactly_enough() -> None:
+def test_a_pool_gets_another_block_once_the_budget_covers_it() -> None:
     (cost,) = bytes_of((FULL,), 4)
     for budget, blocks in ((11 * cost - 1, 10), (11 * cost, 11), (11 * cost + 1, 11)):
         assert size_pools((FULL,), [cost], budget, 4, 20, 2, 8) == (blocks,)
 
 
-def test_not_even_one_sequence() -> None:
+def test_a_budget_too_small_for_one_sequence_is_refused() -> None:
     with pytest.raises(OutOfMemory) as caught:
         size_pools((FULL,), bytes_of((FULL,), 16), 2 * MIB, 16, 100_000, 4, 256)
     message = str(caught.value)
@@ -228,7 +228,7 @@ def test_the_longest_sequence_that_fits(
     assert length == limit or (length % block_size == 0 and not fits(length + 1))
 
 
-def test_no_sequence_at_all() -> None:
+def test_a_budget_without_room_for_any_sequence_is_refused() -> None:
     with pytest.raises(OutOfMemory, match=r"holds 1 blocks of 16 .*kv_cache_memory_bytes"):
         longest_sequence((FULL,), [MIB], MIB, 16, 100, 4, 256)
 
@@ -254,7 +254,7 @@ def test_as_many_samples_as_rows_fit(
         assert all(need <= pool for need, pool in zip(needs, pools, strict=True))
 
 
-def test_samples_that_share_a_step() -> None:
+def test_samples_share_the_chunk_of_one_step() -> None:
     """A window of 20 tokens holds 19 before the next one: 6 blocks of 4 with one that both ends
     cut. A chunk of 40 brings 10 more once, and a begun block for each other sample."""
     kv = KVManager((WINDOW,), (500,), 4)

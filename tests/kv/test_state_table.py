@@ -1,4 +1,4 @@
-"""Tables of states against a plain device: what a block holds is the state behind its last token.
+"""Tables of states against a plain device: a block holds the state after its last token.
 
 A state is the tuple of all tokens before it; a step makes the next one from the one it reads.
 """
@@ -15,7 +15,7 @@ State = tuple[int, ...]
 
 
 class Device:
-    """blocks: what they hold."""
+    """blocks: the state that each block holds."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -64,7 +64,7 @@ def test_forks_and_chunks_of_any_length_find_their_own_states() -> None:
         assert pool.num_used == 0
 
 
-def test_kept_states_keep_their_names_and_of_others_only_the_last_does() -> None:
+def test_retained_states_and_the_last_other_state_keep_their_names() -> None:
     pool = BlockPool(10)
     device, digests = Device(pool), digests_of(40)
     table, tokens = StateTable(pool, SIZE), tuple(range(40))
@@ -83,7 +83,7 @@ def test_kept_states_keep_their_names_and_of_others_only_the_last_does() -> None
         assert found is not None and device.blocks[found] == tokens[: (i + 1) * SIZE]
 
 
-def test_a_state_that_was_skipped_is_not_there_for_another() -> None:
+def test_a_sequence_cannot_continue_at_a_state_that_was_skipped() -> None:
     pool = BlockPool(10)
     table = StateTable(pool, SIZE)
     table.retained = {1}

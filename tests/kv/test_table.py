@@ -40,7 +40,7 @@ class TableMachine(RuleBasedStateMachine):
         if count:
             assert table.num_draft_blocks(count) == needed
         done = table.append(count)
-        assert self.pool.num_free == free - needed, "num_new_blocks said something else"
+        assert self.pool.num_free == free - needed, "num_new_blocks returned another number"
         for source, destination in done.copies:
             self.slots[destination] = list(self.slots[source])
         for _ in range(count):
@@ -80,7 +80,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(picks=st.sets(st.integers(0, 3), min_size=1))
     def swap_out(self, picks: set[int]) -> None:
-        """Some tables leave as one; what they share they still share."""
+        """Swap out several tables together; shared blocks stay shared."""
         group = [table for i, table in enumerate(self.tables) if i in picks]
         blocks = {block_id for table, _ in group for block_id in table.blocks}
         if not group or len(blocks) > self.host.num_free:
@@ -116,7 +116,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 3))
     def hit(self, pick: int) -> None:
-        """A new table begins with whatever of another's prefix the index still names."""
+        """Begin a new table with the blocks of another table's prefix that are still indexed."""
         if not pick < len(self.tables) < 4:
             return
         _, tokens = self.tables[pick]

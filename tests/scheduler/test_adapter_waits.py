@@ -30,7 +30,7 @@ def test_a_request_waits_for_its_adapter() -> None:
     scheduler.check_invariants()
 
 
-def test_a_request_with_a_grammar_waits_for_both() -> None:
+def test_a_request_with_a_grammar_waits_for_its_adapter_and_its_grammar() -> None:
     for first, second in ((AdapterReady, GrammarReady), (GrammarReady, AdapterReady)):
         scheduler = scheduler_of(Fifo)
         scheduler.add(msgspec.structs.replace(ADAPTED, grammar="start: /a/"), 0.0)
@@ -40,7 +40,7 @@ def test_a_request_with_a_grammar_waits_for_both() -> None:
         assert scheduler.schedule(4.0).plan is not None
 
 
-def test_an_error_ends_the_request() -> None:
+def test_an_adapter_error_ends_the_request() -> None:
     scheduler = scheduler_of(Fifo)
     scheduler.add(ADAPTED, 0.0)
     decisions = scheduler.control(AdapterReady("adapted", "bad files"), 1.0)
@@ -51,7 +51,7 @@ def test_an_error_ends_the_request() -> None:
     assert not scheduler.has("adapted")
 
 
-def test_a_request_may_end_while_it_waits() -> None:
+def test_a_request_may_be_aborted_while_it_waits_for_its_adapter() -> None:
     scheduler = scheduler_of(Fifo)
     scheduler.add(ADAPTED, 0.0)
     scheduler.control(Abort("adapted"), 1.0)

@@ -35,7 +35,7 @@ def scheduler_of(num_blocks: int, num_rows: int = 64, **settings: object) -> Sch
 
 
 def backlog(num: int, seed: int) -> list[Arrival]:
-    """Requests that all are there at the beginning."""
+    """Return requests that all arrive at the beginning."""
     inputs, outputs = SHORT.sample(num, seed)
     return [
         Arrival(0.0, simulated_request(str(i), list(range(2, 2 + n)), 60), m)
@@ -51,7 +51,7 @@ def add(scheduler: Scheduler, name: str, num_tokens: int, priority: int = 0) -> 
 
 
 def others(plan: Plan) -> StepResult:
-    """A token that ends nothing, for everybody."""
+    """Return a result that gives each row a token which ends no sequence."""
     num = len(plan.sample_rows)
     return StepResult(plan.step_id, np.full((num, 1), OTHER, np.int32), np.ones(num, np.int32))
 
@@ -62,18 +62,18 @@ def running(scheduler: Scheduler) -> list[str]:
 
 @pytest.mark.parametrize("mode", slow_but(("recompute", "swap"), "recompute"))
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
-def test_nobody_is_preempted_more_than_three_times(
+def test_no_request_is_preempted_more_than_three_times(
     monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
 ) -> None:
-    """Also where admission never slows down; without the rule, some are preempted more often."""
+    """Here admission never slows down. Without the rule, some are preempted more often."""
     monkeypatch.setattr(memory, "STEP_UP", 0.0)
-    most = []
+    max_counts = []
     for limit in (admission.MAX_PREEMPTIONS, 1000):
         monkeypatch.setattr(admission, "MAX_PREEMPTIONS", limit)
         run = simulate(scheduler_of(40, preemption_mode=mode), backlog(300, seed), A_SECOND)
         assert all(served.finished_s > 0 for served in run.by_id.values())
-        most.append(max(served.num_preemptions for served in run.by_id.values()))
-    assert most[0] == 3 < most[1]
+        max_counts.append(max(served.num_preemptions for served in run.by_id.values()))
+    assert max_counts[0] == 3 < max_counts[1]
 
 
 def test_admission_slows_down_when_preemption_is_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_admission_slows_down_when_preemption_is_frequent(monkeypatch: pytest.Mo
     assert slow.used > 0.7
 
 
-def test_headroom_goes_away_when_sequences_end_without_preemption() -> None:
+def test_headroom_shrinks_when_sequences_end_without_preemption() -> None:
     scheduler = scheduler_of(100)
     headroom = scheduler.memory.headroom
     headroom.blocks_per_row = 8.0
@@ -106,8 +106,8 @@ def test_headroom_is_at_most_half_the_pool() -> None:
     assert headroom.blocks(10) == 1 + 50
 
 
-def test_the_watermark_is_for_those_that_run() -> None:
-    """A request that nearly fills the pool comes in alone, but not beside others."""
+def test_the_watermark_applies_only_while_other_rows_run() -> None:
+    """A request that nearly fills the pool is admitted alone, but not alongside others."""
     scheduler = scheduler_of(100, pipeline_depth=9)
     add(scheduler, "first", 4)
     scheduler.schedule(0.0)
@@ -120,8 +120,8 @@ def test_the_watermark_is_for_those_that_run() -> None:
     assert running(scheduler) == ["second"]
 
 
-def test_a_group_needs_no_watermark_beside_itself() -> None:
-    """Beams go on together, so the last that comes back must not wait for the others to end."""
+def test_a_group_needs_no_watermark_for_its_own_sequences() -> None:
+    """Beams run together, so the last beam to resume must not wait for the others to end."""
     scheduler, executor = dry_run(
         24, BLOCK, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=2), 128, False
     )
@@ -139,10 +139,10 @@ def test_a_group_needs_no_watermark_beside_itself() -> None:
         scheduler.update(branching.next_result(), 0.0)
         num_steps += 1
         num_partly += 1 <= scheduler.num_running < 4 and num_steps > 18
-    assert num_partly > 0, "all came back at once"
+    assert num_partly > 0, "all resumed at once"
 
 
-def test_blocks_are_kept_free_for_all_that_run_but_a_sequence_s_own_group() -> None:
+def test_the_reserve_counts_all_rows_but_those_of_the_sequence_s_own_group() -> None:
     scheduler = scheduler_of(100)
     scheduler.memory.headroom.blocks_per_row = 2.0
     add(scheduler, "other", 4)
@@ -153,7 +153,7 @@ def test_blocks_are_kept_free_for_all_that_run_but_a_sequence_s_own_group() -> N
     assert scheduler.admission.reserve(leader) == headroom.blocks(1) == 1 + 2
 
 
-def test_priority_comes_first_and_arrival_second() -> None:
+def test_requests_are_admitted_by_priority_and_then_by_arrival() -> None:
     scheduler = scheduler_of(100, num_rows=3, pipeline_depth=9)
     for name, priority in [("a", 1), ("b", 0), ("c", -5), ("d", 0), ("e", -5)]:
         add(scheduler, name, 3, priority)
@@ -167,7 +167,7 @@ def test_priority_comes_first_and_arrival_second() -> None:
     scheduler.check_invariants()
 
 
-def test_a_class_that_was_empty_comes_back() -> None:
+def test_a_priority_class_is_served_again_after_it_was_empty() -> None:
     scheduler = scheduler_of(100)
     for _ in range(2):
         for priority in (3, 1, 2):
@@ -181,20 +181,20 @@ def test_a_class_that_was_empty_comes_back() -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_the_victim_is_the_latest_arrival_of_the_lowest_priority(mode: str) -> None:
-    """And nothing of its priority or a lower one comes in before it is back."""
+def test_the_latest_arrival_of_the_lowest_priority_is_preempted(mode: str) -> None:
+    """No request of its priority or a lower one is admitted before it resumes."""
     scheduler = scheduler_of(33, preemption_mode=mode, pipeline_depth=1)
     arrivals = [("low", 5), ("high", 0), ("low, later", 5), ("high, later", 0)]
     for name, priority in arrivals:
         add(scheduler, name, 8, priority)
     preempted: list[str] = []
-    heard = listen(scheduler)
+    events = listen(scheduler)
     while len(preempted) < 2:
         plan = scheduler.schedule(0.0).plan
         assert plan is not None
         scheduler.update(others(plan), 0.0)
-        preempted += [e.request_id for e in heard if isinstance(e, Preempted)]
-        heard.clear()
+        preempted += [e.request_id for e in events if isinstance(e, Preempted)]
+        events.clear()
     assert preempted == ["low, later", "low"]
     add(scheduler, "lower", 1, 9)
     add(scheduler, "same", 1, 5)
@@ -204,7 +204,7 @@ def test_the_victim_is_the_latest_arrival_of_the_lowest_priority(mode: str) -> N
     assert order == ["higher", "low", "low, later", "same", "lower"]
 
 
-def test_after_three_preemptions_all_must_be_able_to_reach_their_limits() -> None:
+def test_after_three_preemptions_admission_needs_room_for_all_limits() -> None:
     """a: 68 tokens, of which 8 are computed: 17 - 2 blocks. b: 65, and computed nothing yet: 17."""
     scheduler = scheduler_of(100, pipeline_depth=9)
     add(scheduler, "a", 8)
@@ -236,10 +236,10 @@ def test_a_resumed_prompt_fills_one_block_and_leaves_the_rest_of_the_budget() ->
     assert plan is not None and plan.num_tokens.tolist() == [3, 61]
 
 
-def test_what_was_found_in_the_cache_is_told_once_of_a_group_that_comes_back() -> None:
-    """Its samples were forked: all but the first never had a report of their own."""
+def test_a_resumed_group_does_not_report_its_prefix_hit_again() -> None:
+    """Only its first sequence has a report; the others were forked from it."""
     scheduler = scheduler_of(64)
-    heard = listen(scheduler)
+    events = listen(scheduler)
     scheduler.add(make_request("three", list(range(20, 29)), n=3, max_tokens=20), 0.0)
     for _ in range(3):
         plan = scheduler.schedule(0.0).plan
@@ -253,4 +253,4 @@ def test_what_was_found_in_the_cache_is_told_once_of_a_group_that_comes_back() -
         assert plan is not None
         scheduler.update(others(plan), 0.0)
     assert scheduler.num_running == 3
-    assert sum(isinstance(event, PrefixFound) for event in heard) == 1
+    assert sum(isinstance(event, PrefixFound) for event in events) == 1

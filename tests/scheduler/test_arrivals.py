@@ -13,7 +13,7 @@ from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
-def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
+def test_the_last_piece_of_a_prompt_is_computed_in_one_step() -> None:
     scheduler = scheduler_of(Fifo, budget=8)
     open_prompt(scheduler, "a", list(range(30)))
     for _ in range(4):
@@ -23,8 +23,7 @@ def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
     assert scheduler.lifecycle.sequences["a"].num_output_tokens == 1
 
 
-def test_an_open_prompt_with_nothing_to_compute_is_in_nobodys_way() -> None:
-    """It takes nothing of the step's budget of 16 tokens."""
+def test_an_idle_open_prompt_takes_no_budget() -> None:
     scheduler = scheduler_of(Fifo)
     open_prompt(scheduler, "open", [5])
     add(scheduler, "cached", 9)
@@ -38,7 +37,7 @@ def test_an_open_prompt_with_nothing_to_compute_is_in_nobodys_way() -> None:
     assert step(scheduler) == {"cached": 1, "behind": 1, "open": 2, "hit": 1}
 
 
-def test_an_open_prompt_that_was_swapped_out_idle_takes_nothing_of_a_step() -> None:
+def test_an_idle_open_prompt_that_is_swapped_out_takes_no_budget() -> None:
     scheduler = scheduler_of(Fifo, preemption_mode="swap")
     open_prompt(scheduler, "open", list(range(9)))
     step(scheduler)
@@ -51,8 +50,8 @@ def test_an_open_prompt_that_was_swapped_out_idle_takes_nothing_of_a_step() -> N
 
 
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 1}, {"blocks": 16}])
-def test_an_idle_open_prompt_gives_way(settings: dict[str, int]) -> None:
-    """To one that waits for its row or for its blocks; it goes on with its next piece."""
+def test_an_idle_open_prompt_is_preempted_for_a_waiting_request(settings: dict[str, int]) -> None:
+    """That request needs its row or its blocks. The open prompt resumes with its next piece."""
     scheduler = scheduler_of(Fifo, **settings)
     open_prompt(scheduler, "idle", list(range(40)))
     for _ in range(3):
@@ -67,7 +66,7 @@ def test_an_idle_open_prompt_gives_way(settings: dict[str, int]) -> None:
     assert not scheduler.lifecycle.sequences and scheduler.memory.kv.pools[0].num_used == 0
 
 
-def test_a_piece_that_ends_in_a_new_block_copies_a_shared_one_before_it() -> None:
+def test_a_piece_that_begins_a_new_block_also_copies_a_shared_block() -> None:
     """The row's last block is half full, and shared. A piece that fills it and begins the next one
     needs two blocks: the copy and the new one."""
     scheduler = scheduler_of(Fifo)
@@ -87,7 +86,7 @@ def test_a_piece_that_ends_in_a_new_block_copies_a_shared_one_before_it() -> Non
     assert pool.num_refs(shared) == 1, "only the other one holds it"
 
 
-def test_an_open_prompt_of_a_higher_class_does_not_give_way() -> None:
+def test_an_open_prompt_of_a_higher_priority_is_not_preempted() -> None:
     scheduler = scheduler_of(Fifo, max_num_seqs=1)
     open_prompt(scheduler, "idle", list(range(9)))
     step(scheduler)
@@ -105,7 +104,7 @@ def test_a_prompt_that_grows_too_long_ends_with_an_error() -> None:
     assert decisions.plan is None and not scheduler.has_work
 
 
-def test_what_cannot_come_in_pieces_is_refused() -> None:
+def test_an_open_prompt_with_samples_or_prompt_logprobs_is_refused() -> None:
     scheduler = scheduler_of(Fifo)
     for more in ({"n": 2, "temperature": 1.0}, {"prompt_logprobs": 1}):
         request = make_request("a", [1, 2, 3], max_tokens=9, **more)

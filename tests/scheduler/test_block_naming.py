@@ -1,4 +1,4 @@
-"""Where the names of a request's blocks begin."""
+"""Roots of a request's block names, and the names of its blocks."""
 
 import hashlib
 
@@ -12,7 +12,7 @@ from tests.scheduler.test_step_results import scheduler_of, step
 from tests.support.scheduler.fake_device import make_request
 
 
-def test_a_group_has_a_root_of_its_own_where_nothing_is_cached() -> None:
+def test_each_group_has_its_own_root_if_caching_is_off() -> None:
     request = make_request("r", [1, 2, 3])
     cached, uncached = (scheduler_of(on).memory.names for on in (True, False))
     plain = cached.root(request, 1, 0)
@@ -30,11 +30,11 @@ def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
     sequence = scheduler.lifecycle.sequences["r"]
     tokens = np.arange(100, 108, dtype=np.int32)
     prefix = Prefix(0, b"root", tokens, [])
-    wanted: list[bytes] = []
-    extend_digests(wanted, b"root", tokens, 4, 1)
+    expected: list[bytes] = []
+    extend_digests(expected, b"root", tokens, 4, 1)
     own, sequence.digests[1:] = list(sequence.digests), []
     Digester()([sequence, prefix], 4, [2, 1])
-    assert prefix.digests == wanted and sequence.digests == own
+    assert prefix.digests == expected and sequence.digests == own
 
 
 def test_a_known_conversation_is_not_hashed_again() -> None:
@@ -68,13 +68,13 @@ def test_blocks_are_named_with_the_chosen_hash(num: int) -> None:
     step(scheduler, 5)
     step(scheduler, 5)  # fills the second block of each
     for sequence in scheduler.lifecycle.sequences.values():
-        wanted: list[bytes] = []
-        extend_digests(wanted, sequence.root, sequence.known_tokens, 4, 2, block_hash)
-        assert sequence.digests == wanted
-        assert all(scheduler.memory.kv.is_cached(0, name) for name in wanted)
+        expected: list[bytes] = []
+        extend_digests(expected, sequence.root, sequence.known_tokens, 4, 2, block_hash)
+        assert sequence.digests == expected
+        assert all(scheduler.memory.kv.is_cached(0, name) for name in expected)
 
 
-def test_names_are_recorded_once_with_whose_they_are() -> None:
+def test_new_names_are_recorded_once_with_their_sequence() -> None:
     """NewNames: the sequence, its digests, how many it had, and how many it has now."""
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(8))), 0.0)

@@ -11,7 +11,7 @@ from tests.support.scheduler.fake_device import make_request
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_a_group_that_lost_its_rows_before_it_forked_gives_them_back_once(back: bool) -> None:
+def test_a_group_preempted_before_its_fork_releases_its_rows_once(back: bool) -> None:
     scheduler = scheduler_of(100, num_rows=6, pipeline_depth=1, long_prefill_token_threshold=4)
     prompt = list(range(2, 22))
     scheduler.add(make_request("three", prompt, max_tokens=5, n=3), 0.0)
@@ -37,7 +37,7 @@ def test_a_group_that_lost_its_rows_before_it_forked_gives_them_back_once(back: 
 
 
 def found(scores: dict[int, float], num: int = 4) -> Candidates:
-    """These tokens, best first, and as many as are wanted besides that are not allowed."""
+    """Return these tokens as candidates, best first, padded with tokens that are not allowed."""
     tokens = [*scores, *(t for t in range(50) if t not in scores)][:num]
     logprobs = [scores.get(t, -np.inf) for t in tokens]
     ids = np.array([tokens[0], *tokens], np.int32)
@@ -45,7 +45,7 @@ def found(scores: dict[int, float], num: int = 4) -> Candidates:
 
 
 def test_a_search_with_too_few_candidates_widens_when_there_are_more() -> None:
-    """Tokens that are not allowed are never chosen, and what cannot be filled never wins."""
+    """Tokens that are not allowed are never chosen, and a beam without a token never wins."""
     search = BeamSearch(width=3, max_output=4, stop_token_ids=frozenset({9}))
     alive = search.advance([found({1: -1.0})], [[]])
     assert [(beam.parent, beam.token_id) for beam in alive] == [(0, 1)] * 3

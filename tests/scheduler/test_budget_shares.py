@@ -1,4 +1,4 @@
-"""How the tokens of a step are shared: rows that decode, prompts, the head of the queue."""
+"""How the tokens of a step are shared by decoding rows, prompts and the head of the queue."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_decoding_rows_come_before_prompts(policy: MakePolicy) -> None:
         assert step(scheduler)["first"] == 1
 
 
-def test_a_row_that_decodes_comes_before_a_prompt_of_a_higher_class() -> None:
+def test_a_decoding_row_comes_before_a_prompt_of_a_higher_priority() -> None:
     scheduler = scheduler_of(Fifo, budget=8)
     add(scheduler, "low", 4, priority=1)
     assert step(scheduler) == {"low": 4}
@@ -40,8 +40,8 @@ def test_a_step_computes_at_most_the_threshold_of_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("policy", [Fifo, Srtf, TwoLevel])
-def test_a_head_that_does_not_fit_stops_nobody(policy: MakePolicy) -> None:
-    """A prompt under way goes on, preempting if it must, while a shorter one waits for memory."""
+def test_a_queue_head_that_does_not_fit_blocks_no_other_request(policy: MakePolicy) -> None:
+    """A started prompt continues, with preemptions if needed, while a shorter one waits."""
     scheduler = scheduler_of(policy, blocks=32, max_num_seqs=3)
     add(scheduler, "a", 60)
     add(scheduler, "b", 50)
@@ -49,11 +49,11 @@ def test_a_head_that_does_not_fit_stops_nobody(policy: MakePolicy) -> None:
     for _ in range(400):
         if not scheduler.lifecycle.sequences:
             break
-        assert step(scheduler), "nobody goes on"
+        assert step(scheduler), "no request makes progress"
     assert not scheduler.lifecycle.sequences
 
 
-def test_a_heavy_tenants_long_prompt_under_way_is_deferred() -> None:
+def test_a_started_long_prompt_of_a_heavy_tenant_is_deferred() -> None:
     scheduler = scheduler_of(Fifo)
     add(scheduler, "heavy", 100, tenant="heavy")
     step(scheduler)
@@ -61,7 +61,7 @@ def test_a_heavy_tenants_long_prompt_under_way_is_deferred() -> None:
     assert step(scheduler) == {"light": 12, "heavy": 4}
 
 
-def test_a_deferred_prompt_gets_the_slots_that_it_has_if_there_is_no_free_block() -> None:
+def test_a_deferred_prompt_without_a_free_block_fills_its_own_slots() -> None:
     scheduler = scheduler_of(Fifo, budget=18)
     add(scheduler, "long", 40)
     step(scheduler)
@@ -74,7 +74,7 @@ def test_a_deferred_prompt_gets_the_slots_that_it_has_if_there_is_no_free_block(
         assert len(builder.all_rows()[0]) == (num_granted > 0)
 
 
-def test_a_prompt_under_way_goes_before_a_new_one_of_the_same_rank() -> None:
+def test_a_started_prompt_comes_before_a_new_one_of_the_same_rank() -> None:
     scheduler = scheduler_of(Srtf, budget=8)
     add(scheduler, "first", 20)
     assert step(scheduler) == {"first": 8}
@@ -83,7 +83,7 @@ def test_a_prompt_under_way_goes_before_a_new_one_of_the_same_rank() -> None:
 
 
 @pytest.mark.parametrize(("need", "budget"), [(1, 8), (40, 8), (5, 8), (40, 0)])
-def test_a_row_without_others_is_not_ranked(need: int, budget: int) -> None:
+def test_a_single_row_is_not_ranked(need: int, budget: int) -> None:
     scheduler = scheduler_of(Fifo)
     add(scheduler, "alone", 40)
     step(scheduler)

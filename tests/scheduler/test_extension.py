@@ -72,7 +72,7 @@ def scheduler_of(caching: bool = False) -> Scheduler:
 
 
 def run(scheduler: Scheduler, request: Request) -> int:
-    """Serve one request to its end; the number of tokens that its first step computed."""
+    """Serve one request to its end. Return the number of tokens that its first step computed."""
     assert scheduler.add(request, 0.0).refusal is None
     num_computed = 0
     while scheduler.has_work:
@@ -85,7 +85,7 @@ def run(scheduler: Scheduler, request: Request) -> int:
     return num_computed
 
 
-def test_a_new_source_shares_blocks_and_gives_them_up_only_if_that_is_enough() -> None:
+def test_a_hit_source_shares_blocks_and_evicts_them_only_if_that_is_enough() -> None:
     scheduler = scheduler_of()
     kv, source = scheduler.memory.kv, LastPrompt(scheduler.memory.kv)
     scheduler.attach(source)
@@ -96,12 +96,12 @@ def test_a_new_source_shares_blocks_and_gives_them_up_only_if_that_is_enough() -
     memory, free = scheduler.memory, kv.num_free_blocks
     assert free == NUM_BLOCKS - 2
     assert not memory.fits([free + 1]) and memory.could_fit([free + 2])
-    assert not memory.make_room([free + 3]) and len(source.entries) == 1, "in vain"
+    assert not memory.make_room([free + 3]) and len(source.entries) == 1, "too few to evict"
     assert memory.make_room([free + 2]) and not source.entries
     assert kv.pools[0].num_used == 0
 
 
-def test_a_question_evicts_nothing() -> None:
+def test_fits_now_evicts_nothing() -> None:
     scheduler = scheduler_of()
     source = LastPrompt(scheduler.memory.kv)
     scheduler.attach(source)
@@ -113,7 +113,7 @@ def test_a_question_evicts_nothing() -> None:
 
 
 class Quota(Extension, StepExtension):
-    """Lets each tenant have so many tokens; `Cancel` with its name gives it as many again."""
+    """Limits the tokens of each tenant; `Cancel` with the tenant's name resets its count."""
 
     follows_steps = True
 
@@ -135,7 +135,7 @@ class Quota(Extension, StepExtension):
             self.used[tenant] = self.used.get(tenant, 0) + sequence.num_output_tokens
 
 
-def test_a_new_extension_refuses_requests_and_takes_control_messages() -> None:
+def test_an_extension_may_refuse_requests_and_handle_control_messages() -> None:
     scheduler = scheduler_of(caching=True)
     scheduler.attach(Quota(3))
     run(scheduler, make_request("a", [1, 2, 3], max_tokens=3, tenant="t"))
@@ -163,7 +163,7 @@ class Loads(CacheListener):
         self.found.append((sequence.request.request_id, num_blocks))
 
 
-def test_a_listener_hears_of_blocks_that_come_from_host_memory() -> None:
+def test_a_cache_listener_is_notified_of_blocks_loaded_from_host_memory() -> None:
     kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE, host_limits=[NUM_BLOCKS])
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
     scheduler = Scheduler(Memory(kv, 64, watermark=0.0), config, 64)
@@ -176,7 +176,7 @@ def test_a_listener_hears_of_blocks_that_come_from_host_memory() -> None:
     assert listener.found == [("b", 2)]
 
 
-def test_full_blocks_are_named_once() -> None:
+def test_a_row_is_due_for_naming_when_its_next_block_is_full() -> None:
     scheduler = scheduler_of(caching=True)
     scheduler.add(make_request("a", list(range(10)), max_tokens=5), 0.0)
     assert scheduler.schedule(0.0).plan is not None
@@ -184,7 +184,7 @@ def test_full_blocks_are_named_once() -> None:
     assert scheduler.rows.table.index_at[row] == 12, "when the third block is full"
 
 
-def test_a_prompt_that_is_scored_reads_no_further_than_its_scores() -> None:
+def test_a_scored_prompt_reads_no_cached_blocks_past_its_scores() -> None:
     """The last token is computed in any case; its block of four is not taken from the cache."""
     scheduler = scheduler_of(caching=True)
     request = make_request("a", list(range(10)), max_tokens=1, prompt_logprobs=1)
@@ -196,7 +196,7 @@ def test_a_prompt_that_is_scored_reads_no_further_than_its_scores() -> None:
 
 
 class OfSalts(RequestCompletion):
-    """Notes what it is asked about requests with a salt, and with an id that is taken."""
+    """Records its calls, for requests with a salt and for a request with the id `taken`."""
 
     fields = ("cache_salt",)
 
@@ -219,7 +219,7 @@ class OfSalts(RequestCompletion):
         self.calls.append(("enter", sequence.request.request_id))
 
 
-def test_an_extension_is_asked_only_about_requests_that_concern_it() -> None:
+def test_an_extension_is_called_only_for_requests_with_its_fields_or_names() -> None:
     scheduler, extension = scheduler_of(), OfSalts()
     scheduler.attach(extension)
     for name, salt in (("plain", ""), ("salted", "a"), ("taken", "")):
@@ -230,13 +230,13 @@ def test_an_extension_is_asked_only_about_requests_that_concern_it() -> None:
 
 
 class Claims(Extension):
-    """Answers for the room of every request."""
+    """Accepts every request, whatever its size."""
 
     def accept(self, request: Request) -> bool:
         return True
 
 
-def test_one_extension_that_answers_for_the_room_is_enough() -> None:
+def test_a_request_accepted_by_one_extension_skips_the_check_of_room() -> None:
     scheduler = scheduler_of()
     request = make_request("large", list(range(20)), max_tokens=40)
     assert scheduler.add(request, 0.0).refusal is not None
@@ -245,7 +245,7 @@ def test_one_extension_that_answers_for_the_room_is_enough() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_two_stages_are_stages(num_stages: int) -> None:
+def test_has_stages_is_set_from_two_stages_on(num_stages: int) -> None:
     kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
     scheduler = Scheduler(Memory(kv, 64), config, 64, num_stages=num_stages)
@@ -253,17 +253,17 @@ def test_two_stages_are_stages(num_stages: int) -> None:
     assert scheduler.may_repeat_steps == (num_stages == 1)
 
 
-def test_an_open_prompt_that_was_swapped_out_whole_has_nothing_to_compute() -> None:
+def test_an_open_prompt_that_is_fully_swapped_out_has_nothing_to_compute() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("a", list(range(5)), max_tokens=4), 0.0)
     sequence = scheduler.lifecycle.sequences["a"]
     sequence.is_open, sequence.num_swapped_tokens = True, 4
-    assert sequence.has_something_to_compute, "what was swapped out once has come back"
+    assert sequence.has_something_to_compute, "the swapped tokens were loaded again"
     sequence.host_blocks = scheduler.memory.new_sequence()
     assert not sequence.has_something_to_compute
 
 
-def test_drafts_are_not_kept_of_a_row_that_is_swapped_out() -> None:
+def test_draft_tokens_are_not_among_the_tokens_that_a_swap_keeps() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("a", list(range(10)), max_tokens=4), 0.0)
     assert scheduler.schedule(0.0).plan is not None
@@ -281,7 +281,7 @@ def test_an_open_prompt_of_one_token_has_nothing_to_compute() -> None:
     assert not sequence.has_something_to_compute
 
 
-def test_a_row_that_found_nothing_is_named_with_no_cached_tokens() -> None:
+def test_a_row_without_a_prefix_hit_reports_zero_cached_tokens() -> None:
     scheduler = scheduler_of(caching=True)
     scheduler.add(make_request("a", list(range(10)), max_tokens=4), 0.0)
     plan = scheduler.schedule(0.0).plan
@@ -295,7 +295,7 @@ class Room:
     room = 2
 
 
-def test_no_more_blocks_are_copied_for_stores_than_there_is_room_for() -> None:
+def test_the_number_of_blocks_copied_for_stores_is_limited_by_room() -> None:
     kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE, host_limits=[NUM_BLOCKS])
     assert kv.tier is not None
     offers, pool = Offers(kv, kv.tier, True, Room()), kv.pools[0]

@@ -1,4 +1,4 @@
-"""Branches that no later turn continues leave the cache first, and no answer changes.
+"""Branches that no later turn continues are evicted first, and no answer changes.
 
 Covers `scheduler/policy/extensions.py`.
 """
@@ -98,10 +98,10 @@ def test_the_settings_know_the_names_of_quires_own_extensions() -> None:
 
 
 @both
-def test_subagents_leave_before_a_waiting_conversation(
+def test_branches_of_subagents_are_evicted_before_an_older_conversation(
     extensions: tuple[str, ...], is_there: bool
 ) -> None:
-    """Without the extension, the conversation was used longest ago. The parent stays."""
+    """Without the extension, the older conversation is evicted first. The parent stays."""
     lab = Lab(extensions=extensions)
     lab.serve(ALIEN)
     lab.family()
@@ -112,10 +112,10 @@ def test_subagents_leave_before_a_waiting_conversation(
 
 
 @both
-def test_a_branch_that_is_continued_after_all_is_no_longer_finished(
+def test_a_branch_that_is_continued_is_no_longer_finished(
     extensions: tuple[str, ...], is_there: bool
 ) -> None:
-    """It stays in host memory, and so does an older conversation. The other branch leaves."""
+    """It stays in host memory, and so does an older conversation. The other branch is evicted."""
     again, found = [*ONE, *TURN, 1], []
     for prompt in (again, ALIEN):
         lab = Lab(16, extensions)
@@ -157,7 +157,7 @@ def test_a_branch_whose_next_turn_waits_is_not_finished(n: int) -> None:
     assert len(lab.branches._finished) == 2 + 4, "NEXT and ONE"
 
 
-def test_turns_continue_also_what_ended_while_they_waited() -> None:
+def test_a_turn_continues_a_request_that_ended_while_the_turn_waited() -> None:
     lab = Lab(num_rows=1)
     lab.scheduler.add(make_request("parent", PARENT, max_tokens=2), 0.0)
     lab.scheduler.add(make_request("one", ONE, max_tokens=2), 0.0)
@@ -171,7 +171,7 @@ def test_edited_turns_are_branches_too() -> None:
     lab = Lab()
     lab.serve(ALIEN)
     lab.turn(PARENT)
-    for first in (20, 40, 60):  # the same turn with other texts: only the last counts
+    for first in (20, 40, 60):  # the same turn with other texts: only the last is current
         lab.turn([*CONTEXT, *range(first, first + 10)])
     assert len(lab.branches._finished) == 6
     lab.serve(NEW[:24])
@@ -194,7 +194,7 @@ def pinned(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("before", [short_turn, pinned])
-def test_conversations_with_one_system_prompt_are_no_branches(
+def test_conversations_that_share_a_system_prompt_are_not_branches(
     before: Callable[[Lab], None],
 ) -> None:
     lab = Lab()
@@ -209,7 +209,7 @@ def test_conversations_with_one_system_prompt_are_no_branches(
     assert lab.serve(ALIEN) > SIZE and not lab.branches._open
 
 
-def test_an_aborted_prompt_is_no_turn() -> None:
+def test_an_aborted_prompt_does_not_count_as_a_turn() -> None:
     lab = Lab()
     scheduler = lab.scheduler
     scheduler.add(make_request("first", NEW[:24], max_tokens=9), 0.0)
@@ -223,10 +223,10 @@ def test_an_aborted_prompt_is_no_turn() -> None:
 
 
 @both
-def test_what_the_device_evicts_of_them_leaves_host_memory_first(
+def test_finished_branches_are_evicted_first_from_host_memory(
     extensions: tuple[str, ...], is_there: bool
 ) -> None:
-    """Host memory has eight blocks: the alien's four, which came first, and others' four."""
+    """Host memory has eight blocks: first the four of ALIEN, then four of the other prompts."""
     lab = Lab(8, extensions)
     lab.serve(ALIEN)
     lab.family()
@@ -237,7 +237,7 @@ def test_what_the_device_evicts_of_them_leaves_host_memory_first(
 
 
 @pytest.mark.parametrize("num_stores", [1, 2])
-def test_what_stores_have_kept_of_them_leaves_host_memory_first(num_stores: int) -> None:
+def test_finished_blocks_that_stores_have_kept_leave_host_memory_first(num_stores: int) -> None:
     kv = KVManager((FULL,), (4,), SIZE, host_limits=(4,))
     branches, host = FinishedBranches(kv), kv.host_pools[0]
     assert kv.tier is not None
@@ -258,7 +258,7 @@ def test_what_stores_have_kept_of_them_leaves_host_memory_first(num_stores: int)
     assert host.evict() and host.lookup(names[0]) is None and host.lookup(names[1]) is not None
 
 
-def test_few_names_are_remembered() -> None:
+def test_the_number_of_remembered_names_is_bounded() -> None:
     lab = Lab(extensions=())
     branches = FinishedBranches(lab.kv, max_blocks=6)
     lab.scheduler.attach(branches)

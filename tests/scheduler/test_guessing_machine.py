@@ -24,16 +24,16 @@ class GuessingMachine(SchedulerMachine):
         mode=st.sampled_from(["recompute", "swap"]),
         tier=st.sampled_from([None, 2, 60]),
         stores=st.integers(0, 1),
-        guesses=st.tuples(st.integers(1, 9), st.integers(1, 5)),
+        drafts=st.tuples(st.integers(1, 9), st.integers(1, 5)),
     )
-    def start(self, guesses, **drawn) -> None:  # type: ignore[override]
+    def start(self, drafts, **drawn) -> None:  # type: ignore[override]
         super().start(depth=1, policy=Fifo, threshold=0, **drawn)
-        self.num_guesses, self.wrong_at = guesses
+        self.num_drafts, self.wrong_at = drafts
 
     @rule()
     def plan(self) -> None:
         number = self.scheduler.planner.next_step_id
-        self.draft(self.num_guesses, number % (2 * self.wrong_at))
+        self.draft(self.num_drafts, number % (2 * self.wrong_at))
         super().plan()
 
 
@@ -56,8 +56,7 @@ class GuessingLatentMachine(GuessingMachine):
 
 
 class DeviceGuessingMachine(SchedulerMachine):
-    """Up to three plans in flight, in which the device makes the guesses, and sometimes the
-    host."""
+    """Up to three plans in flight, with draft tokens of the device and sometimes of the host."""
 
     @initialize(
         depth=st.sampled_from([1, 2, 2, 3]),
@@ -69,15 +68,15 @@ class DeviceGuessingMachine(SchedulerMachine):
         mode=st.sampled_from(["recompute", "swap"]),
         tier=st.sampled_from([None, 2, 60]),
         stores=st.integers(0, 1),
-        guesses=st.tuples(st.sampled_from([1, 2, 3, 6]), st.integers(1, 4)),
+        drafts=st.tuples(st.sampled_from([1, 2, 3, 6]), st.integers(1, 4)),
     )
-    def start(self, guesses, **drawn) -> None:  # type: ignore[override]
+    def start(self, drafts, **drawn) -> None:  # type: ignore[override]
         super().start(policy=Fifo, threshold=0, **drawn)
-        self.num_guesses, self.rests_at = guesses
+        self.num_drafts, self.rests_at = drafts
 
     @rule(seed=st.integers(0, 3), length=st.integers(1, 4), num=st.integers(1, 3))
     def add_long(self, seed: int, length: int, num: int) -> None:
-        """Answers so long that many plans try guesses at them."""
+        """Add requests with answers so long that many plans verify drafts of them."""
         for _ in range(num):
             name = f"r{len(self.requests)}"
             request = make_request(name, self._tokens(seed)[:length], seed=len(self.requests))
@@ -89,7 +88,7 @@ class DeviceGuessingMachine(SchedulerMachine):
         number = self.scheduler.planner.next_step_id
         if self.rests_at == 1 or number % self.rests_at:
             drafts = [
-                Draft(s.request.request_id, s.index, 0, [-1] * self.num_guesses)
+                Draft(s.request.request_id, s.index, 0, [-1] * self.num_drafts)
                 for s in self.scheduler.rows.sequences()
             ]
             self.core.control(Drafted(drafts, on_device=True))
@@ -123,5 +122,5 @@ class DeviceGuessingChunkedMachine(DeviceGuessingMachine):
         DeviceGuessingChunkedMachine,
     ],
 )
-def test_guesses_change_no_tokens(machine: type, max_examples: int) -> None:
+def test_drafts_change_no_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)

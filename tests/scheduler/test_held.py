@@ -1,5 +1,5 @@
-"""Retained requests, block number for block number: sharing, copying, eviction, the remaining
-blocks; windows, states, time, failures. The device checks that each token sees the right keys."""
+"""Retained requests, checked by block numbers: sharing, copying, eviction, remaining blocks;
+windows, states, time, failures. The device checks that each token sees the right keys."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ PROMPT = list(range(10))  # with 6 output tokens: 15 computed, the fourth block 
 
 class HeldBench(Bench):
     def keep(self, name: str = "a", prompt: list[int] = PROMPT, **more: Any) -> Held:
-        """A request that has ended, and is held."""
+        """Serve a request to its end. Return what is retained of it."""
         request = make_request(name, prompt, **({"max_tokens": 6} | more))
         self._send(msgspec.structs.replace(request, keep_s=100.0))
         self.finish()
@@ -77,7 +77,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(  # P fig. 8
     bench.let_go()
 
 
-def test_n_branches_take_a_block_each() -> None:
+def test_a_fork_with_n_sequences_allocates_at_most_n_blocks() -> None:
     bench = HeldBench()
     held = bench.keep()
     before = bench.num_used[0]
@@ -91,7 +91,7 @@ def test_n_branches_take_a_block_each() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 8, 14, 15, 16])
-def test_any_token_may_be_forked_at(at: int) -> None:
+def test_a_fork_may_begin_at_any_token(at: int) -> None:
     bench = HeldBench(caching=False)
     held = bench.keep()
     request = bench.fork(held, at)
@@ -102,8 +102,8 @@ def test_any_token_may_be_forked_at(at: int) -> None:
     bench.let_go()
 
 
-def test_what_runs_is_forked_and_copies_its_own_block() -> None:
-    """The branch has the shared one until the fork has its copy; then it is nobody's."""
+def test_forking_a_running_request_copies_its_last_block_for_both_rows() -> None:
+    """The branch holds the shared block until the fork has its copy; then the block is freed."""
     bench = HeldBench(caching=False)
     running = bench.add("running", PROMPT, max_tokens=30)
     for _ in range(5):
@@ -120,7 +120,7 @@ def test_what_runs_is_forked_and_copies_its_own_block() -> None:
     bench.let_go()
 
 
-def test_what_has_not_sampled_yet_shares_nothing() -> None:
+def test_a_request_without_a_sampled_token_shares_no_blocks_with_a_fork() -> None:
     bench = HeldBench(caching=False, max_num_batched_tokens=4)
     running = bench.add("running", PROMPT)
     bench.step()
@@ -131,7 +131,7 @@ def test_what_has_not_sampled_yet_shares_nothing() -> None:
     bench.assert_right(running, fork)
 
 
-def test_a_branch_does_not_mind_what_becomes_of_its_source() -> None:
+def test_a_fork_keeps_its_blocks_if_its_source_is_rewound_and_released() -> None:
     bench = HeldBench(caching=False)
     held = bench.keep()
     request = bench.fork(held, 15)
@@ -154,7 +154,7 @@ def test_an_aborted_fork_leaves_no_branch() -> None:
     bench.let_go()
 
 
-def test_the_one_that_nobody_went_on_from_gives_way_first() -> None:
+def test_a_retained_request_that_was_never_forked_is_evicted_first() -> None:
     bench = HeldBench(num_blocks=12, caching=False)
     first, second = bench.keep("a"), bench.keep("b", [*PROMPT[1:], 0])
     bench.fork(first, 15, max_tokens=1)
@@ -174,7 +174,7 @@ def test_the_one_that_nobody_went_on_from_gives_way_first() -> None:
     bench.let_go()
 
 
-def test_branches_give_way_last_and_the_one_of_the_request_at_hand_after_the_others() -> None:
+def test_evict_one_takes_retained_requests_first_and_the_spared_branch_last() -> None:
     bench = HeldBench(caching=False, max_num_seqs=1)
     held, holds = bench.keep(), bench.scheduler.retained
     first, second = [bench.fork(held, at).request_id for at in (15, 14)]
@@ -185,7 +185,7 @@ def test_branches_give_way_last_and_the_one_of_the_request_at_hand_after_the_oth
     assert not holds.evict_one(spared)
 
 
-def test_full_blocks_that_gave_way_are_found_by_name() -> None:
+def test_full_blocks_of_an_evicted_retained_request_are_found_by_name() -> None:
     bench = HeldBench()
     held = bench.keep()
     bench.scheduler.memory.evict_one()
@@ -198,7 +198,7 @@ def test_full_blocks_that_gave_way_are_found_by_name() -> None:
     bench.let_go()
 
 
-def test_who_runs_takes_blocks_of_the_held_before_others_give_way() -> None:
+def test_retained_requests_are_evicted_before_a_row_is_preempted() -> None:
     bench = HeldBench(num_blocks=10, caching=False)
     held = bench.keep()
     request = bench.add("long", list(range(20, 30)), max_tokens=28)  # 10 blocks
@@ -208,7 +208,7 @@ def test_who_runs_takes_blocks_of_the_held_before_others_give_way() -> None:
     bench.let_go()
 
 
-def test_what_is_held_is_counted() -> None:
+def test_the_view_counts_retained_sequences_and_their_tokens() -> None:
     bench = HeldBench()
     bench.keep(n=2)
     bench.keep("b", max_tokens=3)
@@ -220,7 +220,7 @@ def test_what_is_held_is_counted() -> None:
     assert bench.core.view().held == RetainedView(0, 0)
 
 
-def test_time_ends_it() -> None:
+def test_a_retained_request_is_released_when_its_time_is_over() -> None:
     bench = HeldBench()
     bench.keep()
     bench.clock.advance(99.0)
@@ -234,7 +234,7 @@ def test_time_ends_it() -> None:
     assert bench.core.rest_s() is None
 
 
-def test_taking_over() -> None:
+def test_a_fork_that_takes_over_replaces_its_source_at_its_end() -> None:
     bench = HeldBench()
     held = bench.keep()
     tokens = held.tokens.tolist()
@@ -263,7 +263,7 @@ def test_rewinding_frees_blocks() -> None:
     bench.let_go()
 
 
-def test_only_its_tenant_may_change_it() -> None:
+def test_only_its_tenant_may_rewind_or_release_a_retained_request() -> None:
     bench = HeldBench()
     held = bench.keep(tenant="one")
     for tenant, left in (("two", 16), ("one", 5)):
@@ -274,8 +274,8 @@ def test_only_its_tenant_may_change_it() -> None:
     assert bench.num_used == [0]
 
 
-def test_a_window_is_that_of_its_end() -> None:
-    """At the end, where the window still is, a fork shares; before it, all is computed again."""
+def test_a_fork_shares_blocks_of_a_window_only_at_the_end_of_its_source() -> None:
+    """Before the end, the window's blocks are freed, so the fork computes all tokens again."""
     bench = HeldBench(groups=(WINDOW,), caching=False)
     held = bench.keep(prompt=list(range(20)))
     for at, num in ((25, 1), (26, 1), (12, 12)):
@@ -291,8 +291,8 @@ def test_a_window_is_that_of_its_end() -> None:
     bench.let_go()
 
 
-def test_a_branch_that_cannot_be_used_counts_for_nothing_in_what_a_fork_lacks() -> None:
-    """Its window is that of its end, and the fork begins before it."""
+def test_remaining_tokens_ignore_a_branch_that_the_fork_cannot_use() -> None:
+    """The branch has the last window of its source, and the fork begins before that window."""
     bench = HeldBench(groups=(WINDOW,), caching=False, max_num_seqs=1)
     held = bench.keep(prompt=list(range(20)))
     for at, num_lacking in ((25, 1), (12, 12)):
@@ -306,7 +306,7 @@ def test_a_branch_that_cannot_be_used_counts_for_nothing_in_what_a_fork_lacks() 
     bench.let_go()
 
 
-def test_of_several_sequences_any_may_be_asked_for() -> None:
+def test_find_source_returns_any_sequence_of_a_retained_request() -> None:
     bench = HeldBench()
     bench.keep(n=2)
     find = bench.scheduler.retained.find_source
@@ -316,7 +316,7 @@ def test_of_several_sequences_any_may_be_asked_for() -> None:
     assert find(Fork("a", -1, 5)) is bench.held_of("a") and find(Fork("a", 2, 5)) is None
 
 
-def test_a_state_is_forked_at_its_end_or_where_one_was_left() -> None:
+def test_a_fork_resumes_from_the_final_state_or_from_a_stored_one() -> None:
     bench = HeldBench(groups=(FULL, STATES))
     held = bench.keep(prompt=list(range(30)), max_tokens=8)
     assert held.num_computed == 37
@@ -329,7 +329,7 @@ def test_a_state_is_forked_at_its_end_or_where_one_was_left() -> None:
     bench.let_go()
 
 
-def test_a_reset_leaves_tokens_only() -> None:
+def test_a_cache_reset_frees_retained_blocks_and_keeps_the_tokens() -> None:
     bench = HeldBench()
     held = bench.keep()
     bench.core.control(ResetPrefixCache("new"))
@@ -342,8 +342,8 @@ def test_a_reset_leaves_tokens_only() -> None:
     bench.let_go()
 
 
-def test_who_fails_takes_the_blocks_along_that_it_went_on_from() -> None:
-    """Nobody knows which of its tokens the error came with."""
+def test_a_failed_fork_drops_the_blocks_of_its_source() -> None:
+    """Any of the shared tokens may have caused the error."""
     bench = HeldBench()
     held = bench.keep()
     bench.device.curses[77] = Curse(15, raises=True)
@@ -358,7 +358,7 @@ def test_who_fails_takes_the_blocks_along_that_it_went_on_from() -> None:
     bench.let_go()
 
 
-def test_a_fork_may_fail_when_what_it_continues_is_let_go() -> None:
+def test_a_fork_may_fail_after_its_source_was_released() -> None:
     bench = HeldBench()
     held = bench.keep()
     bench.device.curses[77] = Curse(15, raises=True)
@@ -368,7 +368,7 @@ def test_a_fork_may_fail_when_what_it_continues_is_let_go() -> None:
     assert bench.reason[bad.request_id] == "error" and bench.num_used == [0]
 
 
-def test_a_fork_shares_with_what_it_continues_and_not_with_a_pin_of_the_same_tokens() -> None:
+def test_a_fork_shares_blocks_with_its_source_and_not_with_an_equal_pin() -> None:
     bench = HeldBench(caching=False)
     bench.pin("pin", PROMPT[:8])
     held = bench.keep(prompt=PROMPT[:8])
@@ -379,8 +379,8 @@ def test_a_fork_shares_with_what_it_continues_and_not_with_a_pin_of_the_same_tok
     bench.finish()
 
 
-def test_who_fails_takes_the_blocks_of_all_generations_along() -> None:
-    """Also where the one in between shares all that it has with the first one."""
+def test_a_failed_fork_drops_the_blocks_of_all_its_ancestors() -> None:
+    """The first request loses its blocks too, as the second one shares them."""
     bench = HeldBench()
     first = bench.keep()
     between = bench.fork(first, 16, keep_s=60.0)
@@ -400,7 +400,7 @@ def test_who_fails_takes_the_blocks_of_all_generations_along() -> None:
 
 
 @pytest.mark.parametrize("reason", ["abort", "stop"])
-def test_what_is_held_of_one_that_is_ended_early(reason: str) -> None:
+def test_a_stopped_request_is_retained_and_an_aborted_one_is_not(reason: str) -> None:
     bench = HeldBench()
     request = make_request("a", PROMPT, max_tokens=30)
     bench._send(msgspec.structs.replace(request, keep_s=9.0))
@@ -416,7 +416,7 @@ def test_what_is_held_of_one_that_is_ended_early(reason: str) -> None:
     bench.let_go()
 
 
-def test_a_fork_begins_with_the_names_of_what_it_continues() -> None:
+def test_a_fork_begins_with_the_block_names_of_its_source() -> None:
     bench = HeldBench()
     held = bench.keep()
     request = bench.fork(held, 13, added=(7,))
@@ -426,8 +426,8 @@ def test_a_fork_begins_with_the_names_of_what_it_continues() -> None:
     bench.let_go()
 
 
-def test_names_of_before_a_reset_are_not_passed_on() -> None:
-    """Of what ran meanwhile: its blocks are its own from then on, and a fork still shares them."""
+def test_block_names_from_before_a_reset_are_not_passed_to_a_fork() -> None:
+    """A request that ran during the reset has no block names, but a fork still shares blocks."""
     bench = HeldBench()
     bench.add("a", PROMPT, max_tokens=12)
     for _ in range(4):
@@ -444,7 +444,7 @@ def test_names_of_before_a_reset_are_not_passed_on() -> None:
     bench.let_go()
 
 
-def test_beams_are_not_kept() -> None:
+def test_beams_are_not_retained() -> None:
     bench = HeldBench()
     request = make_request("a", PROMPT, max_tokens=4, use_beam_search=True, n=2, temperature=0.0)
     bench._send(request)
@@ -454,10 +454,10 @@ def test_beams_are_not_kept() -> None:
     assert not bench.scheduler.held(0.0) and bench.num_used == [0]
 
 
-def test_what_gives_way_is_read_before_others_write_it() -> None:
-    """A row copies the block that it shares with what is held, and then that gives way to a prompt
-    whose blocks are loaded. A step loads before it copies, so the block is not free before the
-    next plan."""
+def test_an_evicted_block_is_copied_before_a_load_overwrites_it() -> None:
+    """A row copies the block that it shares with a retained request. Then that request is evicted
+    for a prompt whose blocks are loaded. A step loads before it copies, so the block is free only
+    in the next plan."""
     bench = HeldBench(num_blocks=6, num_host_blocks=6)
     loaded = list(range(30, 39))
     bench.add("loaded", loaded, max_tokens=1)
@@ -472,7 +472,7 @@ def test_what_gives_way_is_read_before_others_write_it() -> None:
     assert bench.refs(held) == [2, 2, 2]
     again = bench.add("again", loaded, max_tokens=6)
     bench.step()
-    assert held.blocks is None, "it gives way"
+    assert held.blocks is None, "it is evicted"
     assert [move.kind for move in bench.plans[-1].moves if move.kind is not MoveKind.SWAP_OUT] == [
         MoveKind.COPY
     ]
@@ -483,7 +483,7 @@ def test_what_gives_way_is_read_before_others_write_it() -> None:
     assert bench.output["pair"][1] == expected_tokens(pair, MAX_LEN)
 
 
-def test_a_fork_begins_with_nothing_of_what_fails_while_it_waits() -> None:
+def test_a_waiting_fork_shares_no_blocks_of_a_source_that_fails() -> None:
     bench = HeldBench(caching=False, max_num_seqs=1)
     bench.add("fails", PROMPT, max_tokens=30, seed=1)
     for _ in range(3):
@@ -503,7 +503,7 @@ def test_a_fork_begins_with_nothing_of_what_fails_while_it_waits() -> None:
     bench.let_go()
 
 
-def test_what_rewinding_leaves_is_one_token_at_least_and_names_of_full_blocks() -> None:
+def test_rewinding_leaves_at_least_one_token_and_names_of_full_blocks() -> None:
     bench = HeldBench()
     held = bench.keep()
     assert (held.num_computed, len(held.digests)) == (15, 3)
@@ -514,8 +514,8 @@ def test_what_rewinding_leaves_is_one_token_at_least_and_names_of_full_blocks() 
     bench.let_go()
 
 
-def test_what_is_held_ends_where_its_tokens_are_sure() -> None:
-    """A step in flight may yet write behind them."""
+def test_a_retained_request_ends_at_its_known_tokens() -> None:
+    """A step in flight may still write the slots after them."""
     bench = HeldBench(caching=False, pipeline_depth=2)
     request = make_request("a", PROMPT, max_tokens=30)
     bench._send(msgspec.structs.replace(request, keep_s=9.0))
@@ -532,8 +532,8 @@ def test_what_is_held_ends_where_its_tokens_are_sure() -> None:
     bench.let_go()
 
 
-def test_rewinding_to_before_a_window_cuts_no_group() -> None:
-    """The full group has the tokens, the window's are gone: together they could not go on there."""
+def test_rewinding_to_before_a_window_truncates_no_cache_group() -> None:
+    """The full group has these tokens and the window group does not: no fork can resume there."""
     bench = HeldBench(groups=(FULL, WINDOW), caching=False)
     held = bench.keep(prompt=list(range(20)))
     assert held.blocks is not None
@@ -548,8 +548,8 @@ def test_rewinding_to_before_a_window_cuts_no_group() -> None:
     bench.let_go()
 
 
-def test_room_that_what_is_held_would_make_is_exact() -> None:
-    """Blocks that a running sequence shares make none; those of two branches do."""
+def test_num_evictable_is_the_exact_number_of_blocks_that_evictions_free() -> None:
+    """Blocks shared with a row do not count; blocks that two branches share do."""
     bench = HeldBench(num_blocks=40, caching=False)
     memory, held = bench.scheduler.memory, bench.keep()
     assert held.blocks is not None and bench.kv.num_evictable() == [4]
@@ -569,7 +569,7 @@ def test_room_that_what_is_held_would_make_is_exact() -> None:
     assert bench.kv.num_evictable() == [0]
 
 
-def test_the_question_whether_all_could_fit_costs_the_same_however_much_is_held() -> None:
+def test_could_fit_costs_the_same_for_any_number_of_retained_requests() -> None:
     found: list[int] = []
     for num_held in (2, 40):
         bench = HeldBench(num_blocks=200, caching=False)
@@ -585,7 +585,7 @@ def test_the_question_whether_all_could_fit_costs_the_same_however_much_is_held(
     ("other", "are_equal"),
     [({}, True), ({"cache_salt": "s"}, False), ({"adapter_id": "a"}, False)],
 )
-def test_names_are_reused_only_between_requests_that_name_alike(
+def test_block_names_are_reused_only_for_an_equal_salt_and_adapter(
     other: dict[str, str], are_equal: bool
 ) -> None:
     one = make_request("one", [1, 2, 3])

@@ -28,14 +28,14 @@ from tests.scheduler.test_scheduler_machine import (
 from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.state_machines import FEW_OR_MANY, run_machine
 
-MOST_PROMPT = 34
+MAX_PROMPT = 34
 
 
 class HeldRules(SchedulerMachine):
-    """The rules, for machines of any kind."""
+    """Adds forks, rewinds and holds to a machine of any kind."""
 
     def prepared(self, request: Request) -> Request:
-        """Two of three are kept when they have ended, some for long."""
+        """Retain two of three requests after their end, some of them for long."""
         keep_s = (0.0, 4.0, 1000.0)[request.seed % 3]
         return msgspec.structs.replace(request, keep_s=keep_s)
 
@@ -53,9 +53,9 @@ class HeldRules(SchedulerMachine):
             return
         source = sources[pick % len(sources)]
         number, tokens = len(self.requests), source.token_ids
-        at = min(len(tokens) if at is None else 1 + at % len(tokens), MOST_PROMPT)
+        at = min(len(tokens) if at is None else 1 + at % len(tokens), MAX_PROMPT)
         more = np.random.default_rng(number).integers(0, 50, added).tolist()
-        name, prompt = f"r{number}", (tokens[:at] + more)[:MOST_PROMPT]
+        name, prompt = f"r{number}", (tokens[:at] + more)[:MAX_PROMPT]
         request = make_request(
             name, prompt, max_tokens=max_tokens, seed=number, n=n, salt=source.cache_salt
         )
@@ -64,17 +64,17 @@ class HeldRules(SchedulerMachine):
         try:
             self.core.add(request)
         except RequestError:
-            assert n > 1 or self.pins, "only a group can be too large, or what stands beside pins"
+            assert n > 1 or self.pins, "only a group, or a request alongside pins, can be too large"
             return
         self.requests[name] = request
         for index in range(n):
             self.output[name, index] = []
 
     def sources(self) -> list[RetainedRequest]:
-        """All that could be forked, with their tokens."""
+        """Return all sequences that could be forked, with their tokens."""
         names = [*self.scheduler.retained.by_id, *self.scheduler.lifecycle.sequences]
-        asked = [self.core.held(name, index) for name in names for index in range(3)]
-        return [one for found in asked for one in found]
+        views = [self.core.held(name, index) for name in names for index in range(3)]
+        return [one for found in views for one in found]
 
     @rule(pick=st.integers(0, 50), num=st.integers(1, 20))
     def rewind(self, pick: int, num: int) -> None:
@@ -104,12 +104,12 @@ class HeldRules(SchedulerMachine):
             for one in mine.values():
                 name = one.request.request_id
                 whole = self.requests[name].prompt_token_ids + self.output[name, one.index]
-                assert one.tokens.tolist() == whole[: len(one.tokens)], "not what it had"
+                assert one.tokens.tolist() == whole[: len(one.tokens)], "not the tokens that it had"
                 assert one.num_computed <= len(one.tokens)
                 assert (one in held.standing) == (one.blocks is not None)
 
     def let_go(self) -> None:
-        assert not self.scheduler.retained.branches, "of requests that have ended"
+        assert not self.scheduler.retained.branches, "branches of ended requests"
         for one in self.core.held():
             self.core.control(Hold(one.id, 0.0))
         assert not self.scheduler.retained.tables()
@@ -156,7 +156,7 @@ class HeldGuessingMachine(HeldRules, GuessingMachine):
         HeldGuessingMachine,
     ],
 )
-def test_random_programs_of_forks_give_each_its_own_tokens(
+def test_random_programs_of_forks_give_each_request_its_own_tokens(
     machine: type, max_examples: int
 ) -> None:
     run_machine(machine, max_examples)

@@ -16,19 +16,21 @@ from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.pinning_core import MAX_LEN
 
 
-@pytest.mark.parametrize("most", [0, 1])
-def test_what_runs_is_kept_within_the_bounds(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(held_file, "MAX_RETAINED", most)
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_running_request_is_retained_only_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(held_file, "MAX_RETAINED", limit)
     bench = HeldBench()
     bench.add("a", PROMPT)
     bench.step()
     bench.core.control(Hold("a", 9.0))
     bench.finish()
-    assert len(bench.scheduler.held(0.0)) == most
+    assert len(bench.scheduler.held(0.0)) == limit
     bench.let_go()
 
 
-def test_what_runs_and_is_to_be_held_needs_no_room_to_be_held_longer(
+def test_extending_the_hold_of_a_running_request_needs_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(held_file, "MAX_RETAINED", 1)
@@ -42,10 +44,10 @@ def test_what_runs_and_is_to_be_held_needs_no_room_to_be_held_longer(
     bench.let_go()
 
 
-def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
+def test_the_limit_counts_tokens_of_all_sequences_and_the_tenant_s_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 100 tokens that may be held 16 are, and each request may leave 16 for each sample."""
+    """Of 100 tokens that may be retained, 16 are. A request adds 16 for each sequence."""
     monkeypatch.setattr(held_file, "MAX_RETAINED_TOKENS", 100)
     bench = HeldBench()
     bench.keep(tenant="one")
@@ -72,8 +74,8 @@ def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
     bench.let_go()
 
 
-def test_room_to_hold_counts_the_tokens_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their pixels stay in memory. Requests without images are held all the same."""
+def test_the_limit_counts_the_tokens_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pixels stay in memory. Requests without images are still retained."""
     monkeypatch.setattr(held_file, "MAX_RETAINED_MEDIA_TOKENS", 8)
     bench = HeldBench()
     held = bench.keep()
@@ -90,22 +92,24 @@ def test_room_to_hold_counts_the_tokens_of_images(monkeypatch: pytest.MonkeyPatc
     bench.let_go()
 
 
-def test_room_to_hold_counts_an_unlimited_answer_up_to_the_models_length(
+def test_the_limit_counts_an_unlimited_answer_up_to_the_model_s_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     holds = HeldBench().scheduler.retained
     request = make_request("a", PROMPT, max_tokens=None)
-    for most in (MAX_LEN, MAX_LEN - 1):
-        monkeypatch.setattr(held_file, "MAX_RETAINED_TOKENS", most)
-        for asked in (request, msgspec.structs.replace(request, is_open=True)):
-            if most == MAX_LEN:
-                holds.check(asked)
+    for limit in (MAX_LEN, MAX_LEN - 1):
+        monkeypatch.setattr(held_file, "MAX_RETAINED_TOKENS", limit)
+        for each in (request, msgspec.structs.replace(request, is_open=True)):
+            if limit == MAX_LEN:
+                holds.check(each)
                 continue
             with pytest.raises(EngineBusy, match=f"0 tokens are retained .* {MAX_LEN} more"):
-                holds.check(asked)
+                holds.check(each)
 
 
-def test_room_to_hold_counts_what_runs_and_is_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_counts_running_requests_that_will_be_retained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(held_file, "MAX_RETAINED", 3)
     bench = HeldBench()
     bench.keep()
@@ -123,10 +127,10 @@ def put_back(name: str, num_tokens: int, index: int = 0) -> PutBack:
     return PutBack(name, index, list(range(num_tokens)), 1, 60.0, 50.0, tenant="", cache_salt="")
 
 
-def test_what_another_engine_held_is_put_back_within_the_bounds(
+def test_requests_of_an_earlier_engine_are_put_back_within_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 40 tokens that may be held 16 are: 24 are put back, and one more is not."""
+    """Of 40 tokens that may be retained, 16 are: 24 are put back, and one more is not."""
     monkeypatch.setattr(held_file, "MAX_RETAINED_TOKENS", 40)
     bench = HeldBench()
     bench.keep()
@@ -141,7 +145,7 @@ def test_what_another_engine_held_is_put_back_within_the_bounds(
     bench.let_go()
 
 
-def test_what_is_put_back_takes_the_place_of_nothing_that_is_held() -> None:
+def test_put_back_does_not_replace_a_retained_sequence() -> None:
     bench = HeldBench()
     held = bench.keep()
     bench.core.control(put_back("a", 7))
@@ -152,20 +156,20 @@ def test_what_is_put_back_takes_the_place_of_nothing_that_is_held() -> None:
     bench.let_go()
 
 
-def test_changes_tell_what_was_held_and_what_time_has_ended() -> None:
+def test_notes_report_retained_requests_that_changed_or_expired() -> None:
     bench = HeldBench()
     bench.scheduler.subscribe(Topic.HELD)
     [changes] = bench.scheduler.control(put_back("a", 7), 2.0).notes
     assert isinstance(changes, RetainedChanges) and list(changes.found) == [("a", 0)]
-    told, tokens = changes.found["a", 0] or (None, [])
-    assert told is not None and (told.id, told.num_tokens, len(tokens)) == ("a", 7, 7)
-    assert (told.num_blocks, told.expires_in_s) == (0, 50.0)
+    retained, tokens = changes.found["a", 0] or (None, [])
+    assert retained is not None and (retained.id, retained.num_tokens, len(tokens)) == ("a", 7, 7)
+    assert (retained.num_blocks, retained.expires_in_s) == (0, 50.0)
     for message, now_s, (num_tokens, expires_in_s) in (
         (Rewind("a", 0, 3), 3.0, (3, 49.0)),
         (Hold("a", 9.0), 4.0, (3, 9.0)),
     ):
         [changes] = bench.scheduler.control(message, now_s).notes
-        told, _ = changes.found["a", 0]
-        assert (told.num_tokens, told.expires_in_s) == (num_tokens, expires_in_s)
+        retained, _ = changes.found["a", 0]
+        assert (retained.num_tokens, retained.expires_in_s) == (num_tokens, expires_in_s)
     assert bench.scheduler.schedule(12.9).notes == []
     assert bench.scheduler.schedule(13.0).notes == [RetainedChanges({("a", 0): None})]

@@ -1,4 +1,4 @@
-"""Invariants between two calls: a lost block is noticed, whatever should own it."""
+"""Invariants between two calls: a lost block is detected, whatever should own it."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.scheduler.test_held import HeldBench
 from tests.scheduler.test_policies import add, scheduler_of
 
 
-def test_a_block_that_nobody_holds_is_noticed() -> None:
+def test_an_allocated_block_without_an_owner_is_detected() -> None:
     for place in ("pools", "host_pools"):
         scheduler = scheduler_of(Fifo)
         add(scheduler, "r", 9)
@@ -20,7 +20,7 @@ def test_a_block_that_nobody_holds_is_noticed() -> None:
             scheduler.check_invariants()
 
 
-def test_a_block_that_a_row_holds_and_the_pool_has_free_is_noticed() -> None:
+def test_a_free_block_that_a_row_holds_is_detected() -> None:
     scheduler = scheduler_of(Fifo)
     add(scheduler, "r", 9)
     scheduler.schedule(0.0)
@@ -30,7 +30,7 @@ def test_a_block_that_a_row_holds_and_the_pool_has_free_is_noticed() -> None:
         scheduler.check_invariants()
 
 
-def test_blocks_of_what_is_held_are_counted() -> None:
+def test_blocks_of_retained_requests_are_counted() -> None:
     bench = HeldBench()
     held = bench.keep()
     bench.scheduler.check_invariants()

@@ -66,7 +66,7 @@ def test_blocks_beyond_the_limit_wait_and_follow_in_order(monkeypatch: pytest.Mo
     assert lab.keeping.take(0, third.ticket) == (), "an order is answered once"
 
 
-def test_host_memory_evicts_kept_blocks_and_not_those_that_wait(
+def test_host_memory_evicts_stored_blocks_and_not_waiting_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks that a store has can be fetched; a block that waits would have to be computed."""
@@ -86,7 +86,7 @@ def test_host_memory_evicts_kept_blocks_and_not_those_that_wait(
     lab.check()
 
 
-def test_at_most_half_of_host_memory_waits(
+def test_waiting_blocks_fill_at_most_half_of_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab(monkeypatch)
@@ -111,7 +111,7 @@ def test_each_store_has_a_backlog_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     lab.check()
 
 
-def test_names_that_are_forgotten_while_they_wait_are_not_kept(
+def test_names_that_are_forgotten_while_they_wait_are_not_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab(monkeypatch)
@@ -125,7 +125,7 @@ def test_names_that_are_forgotten_while_they_wait_are_not_kept(
     lab.check()
 
 
-def test_at_the_end_all_blocks_are_ordered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_shutdown_all_blocks_are_ordered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(monkeypatch)
     lab.keeping.keep(lab.add(5))
     lab.keeping.keep(lab.add(6), max_blocks=1 << 30)
@@ -133,7 +133,7 @@ def test_at_the_end_all_blocks_are_ordered_at_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_offered_blocks_are_ordered_before_evicted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three are in flight and six wait, as many as may. The newest of these makes room."""
+    """Three are in flight and six wait, which is the limit. The newest waiting ones make room."""
     lab = Lab(monkeypatch)
     evicted = lab.add(9)
     lab.keeping.keep(evicted)
@@ -148,7 +148,7 @@ def test_offered_blocks_are_ordered_before_evicted_ones(monkeypatch: pytest.Monk
     lab.keeping.take(0, second.ticket)
     assert lab.keeping.num_offered == 0
     [third] = lab.ordered()
-    assert names_of(third.items) == evicted[4:7], "the other two are given up"
+    assert names_of(third.items) == evicted[4:7], "the other two were dropped"
     lab.check()
 
 
@@ -165,7 +165,7 @@ def test_offered_blocks_that_lose_their_name_take_no_room(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("sizes", "num"), [((), 3), ((60,), 2), ((10, 200), 1)])
-def test_few_large_blocks_are_in_flight_at_once(
+def test_the_byte_limit_reduces_the_number_of_blocks_in_flight(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], num: int
 ) -> None:
     lab = Lab(monkeypatch)
@@ -200,13 +200,13 @@ def test_held_blocks_are_not_evicted() -> None:
     kv.host_pools[0].check_invariants(holds.held_blocks(0))
 
 
-def test_all_requests_together_hold_a_share_and_let_go() -> None:
+def test_all_requests_together_hold_at_most_a_share_of_host_memory() -> None:
     kv, holds, names = lab()
     holds.hold("one", [names[0], (0, b"nowhere")])
     holds.hold("two", names[1:])
     assert len(holds.held_blocks(0)) == 2
     holds.hold("one", names[5:6])
-    assert len(holds.held_blocks(0)) == 2, "instead of what it held"
+    assert len(holds.held_blocks(0)) == 2, "they replace its earlier ones"
     holds.release("two")
     holds.release("two")
     assert len(holds.held_blocks(0)) == 1

@@ -49,7 +49,7 @@ class Unlucky(FakeDevice):
 
 
 class Driver:
-    """A core over a plain device, and the tokens that came."""
+    """A core with a plain device, and the tokens that it has returned."""
 
     groups, make_device = FULL, Unlucky
 
@@ -88,7 +88,7 @@ def is_open(request: Request) -> Request:
 
 
 @pytest.mark.parametrize("is_lazy", [True, False])
-def test_a_piece_in_a_plan_that_loses_its_rows_reaches_the_device(is_lazy: bool) -> None:
+def test_a_prompt_piece_in_a_plan_that_loses_its_rows_reaches_the_device(is_lazy: bool) -> None:
     driver = Driver(25, is_lazy, pipeline_depth=2, max_num_batched_tokens=1)
     core, scheduler = driver.core, driver.scheduler
     streamed = make_request("streamed", [1, 2, 3], max_tokens=3, temperature=0.0, seed=5)
@@ -116,7 +116,7 @@ GROUP = make_request("group", list(range(20, 26)), max_tokens=10, n=3, seed=2)
 
 
 def swapped_out_group() -> Driver:
-    """A group that comes back from swap space with more members than the budget has tokens."""
+    """Return a driver with a swapped-out group that has more members than the budget tokens."""
     driver = Driver(18, max_num_batched_tokens=2, preemption_mode="swap")
     driver.core.add(GROUP)
     scheduler = driver.scheduler
@@ -130,7 +130,7 @@ def swapped_out_group() -> Driver:
     return driver
 
 
-def test_rows_that_start_in_a_step_that_fails_once() -> None:
+def test_rows_that_start_in_a_step_that_fails_once_get_their_tokens() -> None:
     driver = swapped_out_group()
     driver.finish()
     assert driver.device.num_failed == 1
@@ -138,8 +138,8 @@ def test_rows_that_start_in_a_step_that_fails_once() -> None:
         assert driver.output["group", index] == expected_tokens(GROUP, MAX_LEN)
 
 
-def test_rows_that_only_start_in_a_step_that_their_request_makes_fail() -> None:
-    """Of the group that comes back two members compute; they fail, and the third with them."""
+def test_a_group_with_an_idle_row_fails_and_other_requests_continue() -> None:
+    """Two of the three resumed members compute. They fail, and the third member with them."""
     driver = swapped_out_group()
     driver.device.curses[2] = Curse(5, raises=True)
     other = make_request("other", [1, 2, 3], max_tokens=4, temperature=0.0, seed=3)
@@ -153,7 +153,7 @@ def test_rows_that_only_start_in_a_step_that_their_request_makes_fail() -> None:
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_core_does_not_rest_while_something_can_be_planned(depth: int, mode: str) -> None:
-    """The only one with something to do gives way, and may come back at once."""
+    """The only request with work is preempted, and can resume at once."""
     driver = Driver(25, pipeline_depth=depth, preemption_mode=mode)
     core = driver.core
     core.add(is_open(make_request("open", list(range(40)), max_tokens=4, temperature=0.0)))
@@ -161,13 +161,13 @@ def test_the_core_does_not_rest_while_something_can_be_planned(depth: int, mode:
     core.add(make_request("busy", prompt, max_tokens=60, temperature=0.0, seed=1))
     while "busy" in driver.scheduler.lifecycle.sequences:
         rest_s = core.rest_s()
-        assert rest_s is not None, "it waits for a message that need not come"
+        assert rest_s is not None, "it waits for a message that may never arrive"
         driver.clock.advance(max(rest_s, 1e-3))
         core.advance()
 
 
-def test_a_silent_client_of_a_higher_class_does_not_lock_others_out() -> None:
-    """Also not one that was preempted so often that it needs room for all that may grow."""
+def test_an_idle_open_prompt_of_a_higher_priority_does_not_block_others() -> None:
+    """The other request was preempted so often that it needs room for the limits of all rows."""
     driver = Driver(40, max_num_batched_tokens=16)
     core, scheduler = driver.core, driver.scheduler
     core.add(is_open(make_request("silent", [1, 2, 3], max_tokens=4, temperature=0.0, priority=-1)))

@@ -13,14 +13,14 @@ from tests.scheduler.test_step_results import scheduler_of, step
 from tests.support.scheduler.fake_device import make_request
 
 
-def test_what_is_told_of_one_that_comes_in() -> None:
+def test_an_added_request_emits_a_queued_event() -> None:
     scheduler = scheduler_of()
     request = make_request("r", [1, 2, 3], max_tokens=5, tenant="mine")
     request = msgspec.structs.replace(request, received_s=0.5)
     assert scheduler.add(request, 2.0).events == [Queued(2.0, "r", 3, 5, 0.5, "mine")]
 
 
-def test_what_is_told_of_one_that_gives_way() -> None:
+def test_a_preempted_request_emits_an_event_with_its_lost_tokens() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(9)), max_tokens=9), 0.0)
     step(scheduler, 5)
@@ -38,8 +38,8 @@ def test_an_aborted_beam_search_ends_with_its_number_of_results() -> None:
     assert isinstance(event, Finished) and event.num_sequences == 2
 
 
-def test_what_is_told_of_one_that_waits_for_more_of_its_prompt() -> None:
-    """Its row is taken: what it had computed is lost, and nothing of it is in host memory."""
+def test_an_open_prompt_that_is_parked_emits_a_preempted_event() -> None:
+    """Its row is taken: its computed tokens are lost, and none of them is in host memory."""
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(9)), max_tokens=9), 0.0)
     step(scheduler, 5)
@@ -50,7 +50,7 @@ def test_what_is_told_of_one_that_waits_for_more_of_its_prompt() -> None:
 
 
 @pytest.mark.parametrize("state", [State.SWAPPED, State.PARKED, State.WAITING])
-def test_only_one_that_was_swapped_waits_again_without_its_host_blocks(state: State) -> None:
+def test_only_a_swapped_sequence_waits_again_without_its_host_blocks(state: State) -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("r", [1, 2, 3]), 0.0)
     sequence = scheduler.lifecycle.sequences["r"]
@@ -59,8 +59,8 @@ def test_only_one_that_was_swapped_waits_again_without_its_host_blocks(state: St
     assert sequence.state is (State.WAITING if state is State.SWAPPED else state)
 
 
-class Unwalked(dict[str, Sequence]):
-    """Requests that may be looked up but not walked."""
+class NotIterable(dict[str, Sequence]):
+    """Requests that may be looked up, but not iterated over."""
 
     def __iter__(self) -> Iterator[str]:
         raise AssertionError("all requests are walked")
@@ -68,13 +68,13 @@ class Unwalked(dict[str, Sequence]):
     values = items = keys = __iter__  # type: ignore[assignment]
 
 
-def test_a_view_walks_no_requests() -> None:
+def test_a_view_does_not_iterate_over_requests() -> None:
     """Metrics and the status line ask for it between two steps."""
     scheduler = scheduler_of()
     for number in range(3):
         scheduler.add(make_request(f"r{number}", [1, 2, 3], max_tokens=2, seed=number), 0.0)
     assert [found.request.request_id for found in scheduler.requests()] == ["r0", "r1", "r2"]
-    scheduler.lifecycle.sequences = Unwalked(scheduler.lifecycle.sequences)
+    scheduler.lifecycle.sequences = NotIterable(scheduler.lifecycle.sequences)
     assert scheduler.view().num_waiting == 3
     with pytest.raises(AssertionError, match="walked"):
         scheduler.requests()
@@ -91,7 +91,7 @@ def test_a_wrong_transition_asserts() -> None:
 
 
 def test_the_table_of_transitions_is_complete() -> None:
-    """From every state a sequence can end, and only from the table is one reached."""
+    """A sequence can end from every state in between, never leaves ENDED or returns to NEW."""
     assert {one for one, other in TRANSITIONS if other is State.ENDED} == set(State) - {
         State.NEW,
         State.ENDED,

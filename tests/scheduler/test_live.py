@@ -18,30 +18,32 @@ from tests.support.scheduler.watched_scheduler import blocks_of, random_run, tol
 STATES = CacheGroup(STATE, (2,), state_size=8)
 
 
-def most_blocks(blocks: SequenceBlocks | None) -> int:
-    """Of the group that has the most."""
+def max_blocks(blocks: SequenceBlocks | None) -> int:
+    """Return the number of blocks of the largest group."""
     return 0 if blocks is None else max(len(table.live_blocks) for table in blocks.tables)
 
 
 @pytest.mark.parametrize(
     ("groups", "mode"), in_turn([(FULL, WINDOW), (FULL, STATES)], ["recompute", "swap"])
 )
-def test_each_block_is_told_as_it_is(groups: tuple[CacheGroup, ...], mode: str) -> None:
+def test_the_live_state_reports_each_block_and_each_row(
+    groups: tuple[CacheGroup, ...], mode: str
+) -> None:
     seen: set[int] = set()
-    most_sharers = without_blocks = 0
+    max_sharers = without_blocks = 0
     for bench in random_run(5, 160, groups, preemption_mode=mode, pipeline_depth=1):
         state = bench.scheduler.live_state()
         for g in range(len(groups)):
             blocks = blocks_of(bench, g)
             assert told_blocks(state, g) == blocks
             seen |= {of_block[2] for of_block in blocks}
-            most_sharers = max(most_sharers, *(of_block[1] for of_block in blocks))
+            max_sharers = max(max_sharers, *(of_block[1] for of_block in blocks))
         running = {(row.id, row.index): row for row in state.running}
         assert len(running) == bench.scheduler.num_running
         for sequence in bench.scheduler.rows.sequences():
             row = running[sequence.request.request_id, sequence.index]
-            told = row.num_prompt_tokens, row.num_computed_tokens, row.num_known_tokens
-            assert told == (
+            reported = row.num_prompt_tokens, row.num_computed_tokens, row.num_known_tokens
+            assert reported == (
                 sequence.num_prompt_tokens,
                 sequence.num_computed_tokens,
                 len(sequence.known_tokens),
@@ -49,17 +51,17 @@ def test_each_block_is_told_as_it_is(groups: tuple[CacheGroup, ...], mode: str) 
         held = bench.scheduler.retained.all()
         assert state.num_held == len(held) == len(state.held)
         assert {row.id for row in state.held} == {each.request.request_id for each in held}
-        assert [row.num_blocks for row in state.held] == [most_blocks(each.blocks) for each in held]
+        assert [row.num_blocks for row in state.held] == [max_blocks(each.blocks) for each in held]
         without_blocks += sum(each.blocks is None for each in held)
         waiting = len(state.waiting)
         assert waiting == state.num_waiting >= bench.scheduler.num_waiting
         assert {row.reason for row in state.waiting} <= REASONS.keys()
-    assert seen >= {CACHED, USED, PINNED, HELD} and most_sharers > 2
+    assert seen >= {CACHED, USED, PINNED, HELD} and max_sharers > 2
     assert without_blocks > 0
     assert bench.num_preempted > 0
 
 
-def test_watching_changes_nothing() -> None:
+def test_watching_changes_no_plan_and_no_output() -> None:
     def outputs(is_watched: bool) -> dict[str, dict[int, list[int]]]:
         for bench in random_run(8, 80, preemption_mode="swap"):
             if is_watched:
@@ -74,7 +76,7 @@ def reasons(bench: Bench) -> dict[str, str]:
     return {row.id: row.reason for row in bench.scheduler.live_state().waiting}
 
 
-def test_who_waits_is_told_why() -> None:
+def test_the_live_state_reports_why_a_request_waits() -> None:
     bench = Bench(num_blocks=24, max_num_seqs=2)
     bench.add("first", list(range(8)), 40)
     bench.add("second", list(range(20, 28)), 40)
@@ -103,7 +105,7 @@ def test_an_open_prompt_waits_for_its_next_piece() -> None:
     assert reasons(bench) == {"parts": "prompt"}
 
 
-def test_a_block_that_nobody_holds_has_no_owner() -> None:
+def test_a_block_without_references_has_no_owner() -> None:
     bench = Bench()
     bench.add("one", list(range(9)), 2)
     bench.finish()

@@ -1,4 +1,4 @@
-"""Memory: what a need is, whether it fits, and another manager in its place."""
+"""Memory: needs, whether they fit, and a subclass that replaces it."""
 
 import pytest
 
@@ -22,7 +22,7 @@ SIZE, NUM_BLOCKS, LIMIT = 4, 24, 32  # tokens, blocks, tokens: three reservation
 
 
 class ReservingMemory(Memory):
-    """Keeps for each sequence that runs what it could ever need, as Orca's manager does (P 6.1)."""
+    """Reserves for each row all that it could ever need, as Orca's manager does (P 6.1)."""
 
     def __init__(self, kv: KVManager, chunk: int) -> None:
         super().__init__(kv, chunk, watermark=0.0)
@@ -47,13 +47,12 @@ class ReservingMemory(Memory):
 
 
 @pytest.mark.parametrize("reserves", [False, True])
-def test_a_manager_that_reserves_stands_in_its_place(reserves: bool) -> None:
-    """It runs fewer at once, and nobody ever gives way."""
+def test_a_reserving_memory_runs_fewer_sequences_and_preempts_none(reserves: bool) -> None:
     kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE, enable_prefix_caching=False)
     memory = ReservingMemory(kv, 64) if reserves else Memory(kv, 64, watermark=0.0)
     config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64)
     scheduler = Scheduler(memory, config, LIMIT)
-    heard, most = listen(scheduler), 0
+    events, most = listen(scheduler), 0
     for i in range(8):
         scheduler.add(make_request(str(i), [i] * 4, max_tokens=LIMIT), 0.0)
     while scheduler.has_work:
@@ -62,22 +61,22 @@ def test_a_manager_that_reserves_stands_in_its_place(reserves: bool) -> None:
         most = max(most, scheduler.num_running)
         scheduler.update(answer(plan), 0.0)
         scheduler.check_invariants()
-    num_preempted = sum(isinstance(event, Preempted) for event in heard)
+    num_preempted = sum(isinstance(event, Preempted) for event in events)
     assert (most, num_preempted) == (3, 0) if reserves else most > 3 and num_preempted > 0
     assert kv.pools[0].num_used == 0
 
 
-def test_a_need_is_met_now_beside_a_reserve_and_at_all_beside_pins() -> None:
+def test_fits_leaves_the_reserve_free_and_fits_at_all_leaves_room_for_pins() -> None:
     memory = Memory(KVManager((FULL, WINDOW), (10, 6), SIZE), 8)
     assert memory.fits([10, 6]) and memory.fits([8, 4], reserve=2)
     assert not memory.fits([9, 4], reserve=2) and not memory.fits([8, 5], reserve=2)
     memory.reserve([4, 1])
     assert memory.fits_at_all([6, 5]) and not memory.fits_at_all([7, 5])
-    assert memory.fits([10, 6]), "what pins will hold is not taken yet"
+    assert memory.fits([10, 6]), "blocks reserved for pins are still free"
     assert memory.fits_at_all([10, 6], reserved=[0, 0])
 
 
-def test_the_first_group_with_too_much_of_its_pool_is_named() -> None:
+def test_excess_returns_the_first_group_over_its_share_of_the_pool() -> None:
     memory = Memory(KVManager((FULL, WINDOW), (300, 6), SIZE), 8)
     assert memory.excess([100, 2], 1 / 3) is None
     assert memory.excess([101, 3], 1 / 3) == (101, 100, 300)
@@ -94,8 +93,8 @@ def test_every_cache_group_must_have_room() -> None:
     scheduler.add(make_request("small", list(range(16)), max_tokens=5), 0.0)
 
 
-def test_a_reserve_of_states_is_a_part_of_them() -> None:
-    """Sequences that grow take more and more blocks of the others, and of states one or two."""
+def test_the_reserve_of_a_state_group_is_scaled_to_its_pool() -> None:
+    """A growing sequence needs ever more blocks of other groups, but only one or two states."""
     states = CacheGroup("state", (1,), state_size=8)
     memory = Memory(KVManager((FULL, states), (1000, 16), SIZE), 8)
     assert memory.headroom.num_blocks == 1000
@@ -104,13 +103,13 @@ def test_a_reserve_of_states_is_a_part_of_them() -> None:
     assert memory.needs_of_prefix(100) == [25, 1]
 
 
-def test_the_headroom_is_of_the_smallest_pool() -> None:
+def test_the_headroom_is_computed_from_the_smallest_pool() -> None:
     memory = Memory(KVManager((FULL, ALSO_FULL), (1000, 50), SIZE), 8, watermark=0.1)
     assert (memory.headroom.num_blocks, memory.headroom.watermark_blocks) == (50, 5)
 
 
-def test_samples_need_room_for_one_chunk_behind_their_windows() -> None:
-    """A step computes at most a chunk, however long they are."""
+def test_samples_need_room_for_one_chunk_after_their_windows() -> None:
+    """A step computes at most one chunk, for samples of any length."""
     kv = KVManager((FULL, WINDOW), (200, 60), SIZE)
     scheduler = Scheduler(
         Memory(kv, 8), SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8), 120
@@ -125,8 +124,8 @@ def test_samples_need_room_for_one_chunk_behind_their_windows() -> None:
 
 
 @pytest.mark.parametrize("num_prompt", range(9, 22))
-def test_a_state_is_left_eight_tokens_before_the_end_of_a_prompt(num_prompt: int) -> None:
-    """Behind the last full block before them, as a template may begin an answer with them."""
+def test_a_state_is_stored_eight_tokens_before_the_end_of_a_prompt(num_prompt: int) -> None:
+    """It is after the last full block before them, as a template may begin answers with them."""
     kv = KVManager((FULL, CacheGroup("state", (1,), state_size=8)), (100, 16), SIZE)
     scheduler = Scheduler(
         Memory(kv, 64), SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), 120
@@ -140,11 +139,11 @@ def test_a_state_is_left_eight_tokens_before_the_end_of_a_prompt(num_prompt: int
 
 
 @pytest.mark.parametrize("num_first", [12, 13])
-def test_no_state_is_left_where_prompts_part_if_one_was_left_before_and_is_gone(
+def test_no_state_is_stored_at_a_divergence_if_an_earlier_one_was_evicted(
     num_first: int,
 ) -> None:
-    """A prompt of 13 tokens leaves a state behind its first block, one of 12 leaves none. The next
-    prompt begins with three of its blocks, whose states are gone."""
+    """A prompt of 13 tokens stores a state after its first block; a prompt of 12 stores none. The
+    next prompt begins with three of its blocks, whose states were evicted."""
     kv = KVManager((FULL, CacheGroup("state", (1,), state_size=8)), (100, 16), SIZE)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
     scheduler = Scheduler(Memory(kv, 64), config, 120)

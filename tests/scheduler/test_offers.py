@@ -15,7 +15,7 @@ from quire.scheduler.reuse import keeping
 from quire.scheduler.reuse import offers as offers_file
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.reuse.stores import WAIT_S
-from tests.scheduler.test_stores import OTHER, PROMPT, Lab, all_names, stores_of, wanted
+from tests.scheduler.test_stores import OTHER, PROMPT, Lab, all_names, expected, stores_of
 from tests.support.scheduler.fake_device import CursedStep
 from tests.support.scheduler.fake_stores import BLOCK
 from tests.support.scheduler.pinning_core import FULL
@@ -25,13 +25,13 @@ KEEPS, WAITS = KVTransfer(keeps=True), KVTransfer(waits=True)
 
 
 def copied(plan: Plan | None) -> int:
-    """How many blocks a plan copies to host memory."""
+    """Return the number of blocks that a plan copies to host memory."""
     moves: Sequence = () if plan is None else plan.moves
     return sum(len(move.source) for move in moves if move.kind is MoveKind.SWAP_OUT)
 
 
 def steps(lab: Lab) -> list[tuple[int, int]]:
-    """Run until nothing is to be done: rows and copied blocks of each plan."""
+    """Run until there is no plan. Return the numbers of rows and copied blocks of each plan."""
     found = []
     while (plan := lab.core.plan()) is not None:
         found.append((len(plan.rows), copied(plan)))
@@ -41,8 +41,8 @@ def steps(lab: Lab) -> list[tuple[int, int]]:
     return found
 
 
-def test_blocks_are_copied_by_the_plan_behind_the_one_that_computes_them() -> None:
-    """Eight tokens, two blocks, in each step; the last one by a plan of its own."""
+def test_blocks_are_copied_by_the_plan_after_the_one_that_computes_them() -> None:
+    """Each step has eight tokens, or two blocks. A plan without rows copies the last block."""
     lab = Lab(gives=COMPUTED)
     lab.add(PROMPT, num=1)
     lab.answer()
@@ -51,11 +51,11 @@ def test_blocks_are_copied_by_the_plan_behind_the_one_that_computes_them() -> No
     assert not lab.scheduler.has_work
     assert stores_of(lab).num_kept == NUM
     other = Lab(kept=lab.stores)
-    assert other.generate(PROMPT[:-1] + [49, 48]) == wanted(PROMPT[:-1] + [49, 48])
+    assert other.generate(PROMPT[:-1] + [49, 48]) == expected(PROMPT[:-1] + [49, 48])
     assert stores_of(other).num_fetched == NUM - 1
 
 
-def test_what_a_store_has_is_not_copied_again() -> None:
+def test_blocks_that_a_store_has_are_not_copied_again() -> None:
     lab = Lab(gives=COMPUTED)
     lab.generate(PROMPT)
     steps(lab)
@@ -73,7 +73,9 @@ def test_what_a_store_has_is_not_copied_again() -> None:
     [(EVICTED, None, 0), (EVICTED, KEEPS, NUM), (EVICTED, WAITS, 0), (COMPUTED, None, NUM),
      (NOTHING, KEEPS, 0)],
 )  # fmt: skip
-def test_whose_blocks_are_kept(gives: str, transfer: KVTransfer | None, num: int) -> None:
+def test_the_setting_and_the_request_determine_which_blocks_are_stored(
+    gives: str, transfer: KVTransfer | None, num: int
+) -> None:
     lab = Lab(gives=gives)
     lab.add(PROMPT, num=1, transfer=transfer)
     lab.answer()
@@ -84,7 +86,7 @@ def test_whose_blocks_are_kept(gives: str, transfer: KVTransfer | None, num: int
         assert stores_of(lab).num_kept == 0
 
 
-def test_what_others_computed_goes_with_a_request_that_asks() -> None:
+def test_a_request_that_keeps_its_blocks_also_stores_its_prefix_hit() -> None:
     """The hit is copied although this request computes nothing of it."""
     lab = Lab()
     lab.generate(PROMPT)
@@ -94,7 +96,7 @@ def test_what_others_computed_goes_with_a_request_that_asks() -> None:
     assert stores_of(lab).num_kept == NUM
 
 
-def test_a_copy_that_fails_is_not_kept_and_costs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_is_not_stored_and_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(gives=COMPUTED)
     request = lab.add(PROMPT[:8], num=1)
     lab.answer()
@@ -108,13 +110,13 @@ def test_a_copy_that_fails_is_not_kept_and_costs_nobody(monkeypatch: pytest.Monk
         return run(plan, masks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(lab.device, "run", fails)
-    assert lab.finish(request) == wanted(PROMPT[:8], num=1)
+    assert lab.finish(request) == expected(PROMPT[:8], num=1)
     steps(lab)
     assert num_failed > 0 and not lab.scheduler.has_work
     monkeypatch.undo()
     lab.answer()
     assert stores_of(lab).num_kept == 0 and not lab.stores.kept[0]
-    assert lab.generate(PROMPT) == wanted(PROMPT), "and what is computed next is right"
+    assert lab.generate(PROMPT) == expected(PROMPT), "the next request gets the right tokens"
 
 
 def test_evicted_blocks_do_not_delay_offered_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,15 +146,15 @@ def test_evicted_blocks_do_not_delay_offered_ones(monkeypatch: pytest.MonkeyPatc
     assert all_names([second]).isdisjoint(digest for _, digest in evicted)
 
 
-def test_an_answer_says_what_goes_to_the_stores() -> None:
+def test_an_answer_names_the_blocks_that_go_to_the_stores() -> None:
     lab = Lab()
     lab.add([*PROMPT, 41], num=1, transfer=KEEPS)
     lab.answer()
-    told = []
+    answers = []
     for _ in range(4):
         lab.core.plan()
-        told += [each.handed_over for each in lab.core.take().details if each.finish is not None]
-    [handed_over] = told
+        answers += [each.handed_over for each in lab.core.take().details if each.finish is not None]
+    [handed_over] = answers
     assert handed_over is not None and handed_over.num_blocks == NUM
     assert (0, handed_over.digest) in lab.stores.kept[0] or lab.stores.pending
 
@@ -161,19 +163,19 @@ def test_an_answer_says_what_goes_to_the_stores() -> None:
 
 
 def found(order: LookUp, num: int) -> LookedUp:
-    """The store has the first blocks."""
+    """Answer that the store has the first `num` blocks."""
     there = [i < num for i in range(len(order.names))]
     return LookedUp(order.store, order.request_id, there, order.ticket)
 
 
-def test_a_look_up_goes_on_as_long_as_blocks_come() -> None:
+def test_a_look_up_is_repeated_as_long_as_it_finds_blocks() -> None:
     before = Lab()
     before.generate([*PROMPT, 41, 42])
     before.evict()
     lab = Lab(kept=before.stores)
     request = lab.add([*PROMPT, 41], transfer=WAITS)
     names: list[int] = []
-    for num in (2, 0, 1):  # of those that are asked for
+    for num in (2, 0, 1):  # of the blocks that are looked up
         lookups = [order for order in lab.orders() if isinstance(order, LookUp)]
         if not lookups:
             break
@@ -182,11 +184,11 @@ def test_a_look_up_goes_on_as_long_as_blocks_come() -> None:
         names.append(len(order.names))
         lab.core.control(found(order, num))
         lab.scheduler.check_invariants()
-    assert names == [NUM, NUM - 2], "it asked for the rest, and ended when nothing came"
+    assert names == [NUM, NUM - 2], "the second look-up is for the rest, and is the last one"
     assert request.request_id in stores_of(lab).waiting, "the first two are being fetched"
 
 
-def test_a_look_up_ends_when_all_that_was_handed_over_is_there() -> None:
+def test_a_look_up_ends_when_all_handed_over_blocks_are_found() -> None:
     before = Lab(gives=COMPUTED)
     before.generate(PROMPT)
     steps(before)
@@ -205,8 +207,8 @@ def test_a_look_up_ends_when_all_that_was_handed_over_is_there() -> None:
     assert len(all_names(later)) == NUM
 
 
-def test_other_stores_are_not_waited_for_when_one_has_all() -> None:
-    """The peers of an engine: one of them has computed the prompt."""
+def test_a_request_does_not_wait_for_other_stores_if_one_has_all_blocks() -> None:
+    """The stores are an engine's peers, one of which has computed the prompt."""
     before = Lab(gives=COMPUTED)
     before.generate(PROMPT)
     steps(before)
@@ -222,10 +224,10 @@ def test_other_stores_are_not_waited_for_when_one_has_all() -> None:
     lab.answer()
     assert request.request_id not in stores_of(lab).waiting
     lab.core.control(found(orders[0], 0))  # too late to matter
-    assert lab.finish(request) == wanted([*PROMPT, 41])
+    assert lab.finish(request) == expected([*PROMPT, 41])
 
 
-def test_nobody_waits_for_another_prompts_blocks() -> None:
+def test_a_look_up_does_not_wait_for_blocks_of_another_prompt() -> None:
     lab = Lab()
     lab.add(PROMPT, transfer=KVTransfer(waits=True, num_blocks=2, digest=bytes(32)))
     [order] = lab.orders()
@@ -233,7 +235,7 @@ def test_nobody_waits_for_another_prompts_blocks() -> None:
     assert not isinstance(order, Keep)
 
 
-def test_as_many_names_are_known_as_may_be_and_the_oldest_go_first(
+def test_known_names_are_bounded_and_the_oldest_are_dropped_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(offers_file, "MAX_KNOWN", 2)
@@ -245,7 +247,7 @@ def test_as_many_names_are_known_as_may_be_and_the_oldest_go_first(
     assert [offers._is_known(*name) for name in names] == [False, True, True]
 
 
-def test_as_many_names_wait_as_may_be_and_the_oldest_go_first(
+def test_waiting_names_are_bounded_and_the_oldest_are_dropped_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(offers_file, "MAX_WAITING", 2)
@@ -260,7 +262,7 @@ def test_as_many_names_wait_as_may_be_and_the_oldest_go_first(
         assert offers.num_waiting == num_left
 
 
-def test_after_a_reset_nothing_of_before_is_offered_or_known() -> None:
+def test_a_reset_clears_known_names_and_offers() -> None:
     lab = Lab(gives=COMPUTED)
     lab.generate(PROMPT)
     steps(lab)

@@ -1,4 +1,4 @@
-"""Turns of conversations with names for last blocks that are not full, in each kind of memory and
+"""Named partial blocks at the end of a turn, which the next turn reuses, in each kind of memory and
 under random programs.
 
 Covers `scheduler/reuse/partial_blocks.py`.
@@ -75,7 +75,7 @@ def test_the_next_turn_begins_after_all_computed_tokens(reuses: bool, num_tokens
     assert hit_of(lab, [*tokens, 5, 6, 7]) == num_tokens
 
 
-def test_a_prompt_that_parts_within_the_block_does_not_get_it() -> None:
+def test_a_prompt_that_diverges_within_the_partial_block_does_not_hit_it() -> None:
     lab = Lab(reuses_partial=True)
     tokens = begin(lab)
     assert hit_of(lab, [*tokens[:10], 49, 48, 47]) == 8
@@ -91,7 +91,7 @@ def name_of(tokens: list[int]) -> bytes:
     return last[0]
 
 
-def test_host_memory_keeps_the_block() -> None:
+def test_host_memory_keeps_the_partial_block() -> None:
     lab = Lab(num_stores=0, reuses_partial=True)
     tokens = begin(lab)
     lab.generate([*OTHER[::-1], *OTHER[:17]])  # needs one block more than are free
@@ -99,7 +99,7 @@ def test_host_memory_keeps_the_block() -> None:
     assert hit_of(lab, [*tokens, 5, 6, 7]) == 11
 
 
-def test_a_store_keeps_the_block() -> None:
+def test_a_store_keeps_the_partial_block() -> None:
     lab = Lab(reuses_partial=True)
     tokens = begin(lab)
     for _ in range(4):
@@ -109,7 +109,7 @@ def test_a_store_keeps_the_block() -> None:
     assert hit_of(lab, [*tokens, 5, 6, 7]) == 11
 
 
-def test_a_failed_request_takes_the_blocks_that_it_began_with() -> None:
+def test_a_failed_request_drops_the_blocks_of_its_prefix_hit() -> None:
     lab = Lab(reuses_partial=True)
     tokens = begin(lab)
     number = lab.num_requests + 1
@@ -127,8 +127,7 @@ def test_the_number_of_remembered_lengths_is_bounded(monkeypatch: pytest.MonkeyP
 
 
 def test_a_load_of_the_same_plan_does_not_overwrite_a_block_that_is_copied() -> None:
-    """Loads precede copies. The load would take the block of the retained request that gives
-    way."""
+    """Loads precede copies. The load would take the block of the evicted retained request."""
     bench = HeldBench(num_blocks=8, num_host_blocks=30, reuse_partial_blocks=True)
     bench.add("early", OTHER[:11], max_tokens=3)
     bench.finish()
@@ -187,7 +186,7 @@ def test_a_scored_prompt_names_its_last_block(monkeypatch: pytest.MonkeyPatch) -
     bench.assert_right(scored, again)
 
 
-def test_layers_with_a_state_have_no_such_blocks() -> None:
+def test_partial_blocks_are_not_reused_with_state_groups() -> None:
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, reuse_partial_blocks=True)
     for groups, is_there in (((FULL,), True), ((FULL, STATES), False)):
         kv = KVManager(groups, [12] * len(groups), 4)
@@ -197,7 +196,7 @@ def test_layers_with_a_state_have_no_such_blocks() -> None:
 
 
 class TurnRules(SchedulerMachine):
-    """The rules, for machines of any kind."""
+    """Adds turns of conversations to a machine of any kind."""
 
     def configured(self, config: SchedulerConfig) -> SchedulerConfig:
         return replace(super().configured(config), reuse_partial_blocks=True)

@@ -9,8 +9,8 @@ from quire.base.messages import Unpin
 from tests.support.scheduler.pinning_core import PREFIX, Bench
 
 
-def test_a_tenant_pins_no_more_than_its_share() -> None:
-    """A third of half of 60 blocks, to the last one; what others pin does not count."""
+def test_a_tenant_pins_no_more_than_its_share_of_blocks() -> None:
+    """The share is a third of half of 60 blocks. Pins of other tenants do not count."""
     bench = Bench(num_blocks=60)
     bench.pin("other", list(range(40)), tenant="b", pin_share=1 / 3)  # 10 blocks
     bench.pin("mine", list(range(36)), tenant="a", pin_share=1 / 3)  # 9
@@ -28,8 +28,8 @@ def test_a_tenant_pins_no_more_than_its_share() -> None:
         bench.pin("all", 2 * PREFIX + 39 * [7], tenant="operator")
 
 
-def test_a_tenant_pins_its_share_of_how_many_there_may_be(monkeypatch: Any) -> None:
-    """Also those that are still computed; and one at least, however many keys there are."""
+def test_the_number_of_a_tenant_s_pins_is_limited_to_its_share(monkeypatch: Any) -> None:
+    """Pins that are still being computed count. A tenant may always have at least one."""
     monkeypatch.setattr("quire.scheduler.reuse.pins.MAX_PINS", 6)
     bench = Bench(num_blocks=60)
     for number in range(3):

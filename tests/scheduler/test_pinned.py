@@ -13,8 +13,8 @@ from tests.support.scheduler.pinning_core import BLOCK, ENDING, PREFIX, Bench, n
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_longer_index_hit_begins_with_the_pinned_blocks_themselves(mode: str) -> None:
-    """The index names blocks of another request, which was a chunk ahead, instead of the pin's. Who
-    takes those stands beside the prefix, and what fits only by sharing it would never end."""
+    """The index names blocks of another request, which was a chunk ahead of the pin. A request on
+    those blocks would not share the pin, and would never end if it fits only by sharing."""
     bench = Bench(long_prefill_token_threshold=8, preemption_mode=mode)
     prefix = list(range(40))
     bench.begin_pin("pin", prefix)
@@ -31,7 +31,7 @@ def test_a_longer_index_hit_begins_with_the_pinned_blocks_themselves(mode: str) 
     bench.assert_right(request)
 
 
-def test_an_error_in_a_prefix_of_a_prefix_is_computed_away() -> None:
+def test_garbage_in_nested_pins_is_recomputed_after_an_error() -> None:
     bench = Bench(num_blocks=40)
     longer = [*PREFIX, 20, 21, 22]
     bench.pin("short")
@@ -47,7 +47,7 @@ def test_an_error_in_a_prefix_of_a_prefix_is_computed_away() -> None:
     bench.assert_right(*requests)
 
 
-def test_computing_a_prefix_again_does_not_prolong_its_time() -> None:
+def test_recomputing_a_pin_does_not_extend_its_time_to_live() -> None:
     bench = Bench()
     bench.pin(pin_s=10.0)
     bench.clock.advance(6.0)
@@ -63,7 +63,7 @@ def test_computing_a_prefix_again_does_not_prolong_its_time() -> None:
     assert not bench.pins and bench.num_used == [0]
 
 
-def test_a_prefix_that_is_computed_at_a_reset_is_in_the_index_afterwards() -> None:
+def test_a_pin_that_is_being_computed_at_a_reset_is_indexed_afterwards() -> None:
     bench = Bench(max_num_batched_tokens=8)
     bench.begin_pin("pin", list(range(20)))
     bench.step()
@@ -76,8 +76,8 @@ def test_a_prefix_that_is_computed_at_a_reset_is_in_the_index_afterwards() -> No
     bench.assert_right(request)
 
 
-def test_a_tenant_is_not_told_who_else_begins_with_its_prefix() -> None:
-    """Otherwise it could pin guesses, and find out token by token what others ask."""
+def test_a_tenant_sees_only_the_pin_hits_of_its_own_requests() -> None:
+    """Otherwise it could find out other tenants' prompts, by pinning one token more each time."""
     bench = Bench()
     bench.pin(tenant="key 1")
     bench.add("theirs", PREFIX + ENDING, tenant="key 2")
@@ -88,7 +88,7 @@ def test_a_tenant_is_not_told_who_else_begins_with_its_prefix() -> None:
     assert bench.core.prefixes("key 2") == []
 
 
-def test_there_are_only_so_many() -> None:
+def test_the_number_of_pins_is_limited() -> None:
     bench = Bench(num_blocks=2 * MAX_PINS + 40)
     for i in range(MAX_PINS):
         bench.begin_pin(f"p{i}", [i % 50, i // 50])
@@ -99,7 +99,7 @@ def test_there_are_only_so_many() -> None:
     bench.pin("more", [49])
 
 
-def test_an_open_prompt_that_lost_its_row_while_it_waited_is_counted_once() -> None:
+def test_an_open_prompt_that_lost_its_row_counts_as_one_hit() -> None:
     bench = Bench(max_num_seqs=1)
     pin = bench.pin()
     request = make_request("open", PREFIX + ENDING, max_tokens=2)
@@ -118,8 +118,8 @@ def test_an_open_prompt_that_lost_its_row_while_it_waited_is_counted_once() -> N
     bench.assert_right(other)
 
 
-def test_a_prefix_that_is_pinned_later_counts_in_what_a_waiting_request_lacks() -> None:
-    """A shorter one was found before, and is found again when the longer one is gone."""
+def test_a_later_pin_reduces_the_remaining_tokens_of_a_waiting_request() -> None:
+    """A shorter pin counts before, and again after the longer one is removed."""
     bench = Bench(caching=False, max_num_seqs=1)
     bench.pin("short", PREFIX[:6])
     bench.begin_pin("pin", PREFIX)
@@ -133,15 +133,15 @@ def test_a_prefix_that_is_pinned_later_counts_in_what_a_waiting_request_lacks() 
     bench.finish()
 
 
-def test_the_scheduler_itself_refuses_to_pin_what_is_no_whole_prompt() -> None:
-    """The engine checks this before; a recording has what came through the doors."""
+def test_the_scheduler_refuses_to_pin_a_request_with_several_sequences() -> None:
+    """The engine checks this first, but a recording replays calls of the doors."""
     bench = Bench()
     request = msgspec.structs.replace(make_request("pin", PREFIX, n=2), pin_s=0.0)
     assert "one whole prompt" in str(bench.scheduler.add(request, 0.0).refusal)
     assert not bench.pins
 
 
-def test_a_pinned_prefix_counts_in_what_a_waiting_request_lacks() -> None:
+def test_a_pin_reduces_the_remaining_tokens_of_a_new_request() -> None:
     bench = Bench()
     bench.pin()
     bench.add("more", PREFIX + ENDING)
@@ -151,7 +151,7 @@ def test_a_pinned_prefix_counts_in_what_a_waiting_request_lacks() -> None:
     bench.finish()
 
 
-def test_a_prefix_that_is_given_up_before_it_was_computed_takes_no_room() -> None:
+def test_a_pin_aborted_before_it_was_computed_takes_no_room() -> None:
     bench = Bench(max_num_batched_tokens=4)
     assert num_unpinned(bench) == 24
     bench.begin_pin("pin", PREFIX)
@@ -162,7 +162,7 @@ def test_a_prefix_that_is_given_up_before_it_was_computed_takes_no_room() -> Non
     assert num_unpinned(bench) == 24
 
 
-def test_a_pin_whose_time_is_over_takes_no_room_from_who_comes_then() -> None:
+def test_an_expired_pin_takes_no_room_from_a_new_request() -> None:
     bench = Bench(num_blocks=6)
     bench.pin(pin_s=5.0)
     bench.clock.advance(6.0)

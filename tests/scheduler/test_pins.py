@@ -27,7 +27,7 @@ def copies(plan: Plan) -> list[tuple[int, int, int]]:
     ]
 
 
-# ---- who shares, who copies --------------------------------------------------------------------
+# ---- sharing and copying -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -54,7 +54,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(caching: bool) -> None:
 
 
 @pytest.mark.parametrize(("length", "computed"), [(11, 10), (8, 7), (9, 8), (1, 0)])
-def test_of_a_prompt_equal_to_the_prefix_one_token_is_computed_again(
+def test_a_prompt_equal_to_the_prefix_computes_its_last_token_again(
     length: int, computed: int
 ) -> None:
     bench = Bench(caching=False)
@@ -84,7 +84,7 @@ def test_a_shorter_prompt_finds_full_blocks_in_the_index(caching: bool, computed
     assert pin.num_hits == 0
 
 
-def test_the_longest_prefix_counts_and_a_longer_index_hit_goes_before_it() -> None:
+def test_the_longest_pin_is_used_unless_an_index_hit_is_longer() -> None:
     bench = Bench(num_blocks=40)
     short, longer = bench.pin("short", PREFIX[:6]), bench.pin("longer", PREFIX)
     for name, prompt, computed in [
@@ -103,8 +103,10 @@ def test_the_longest_prefix_counts_and_a_longer_index_hit_goes_before_it() -> No
 
 @pytest.mark.parametrize("groups", [(WINDOW,), (FULL, WINDOW)])
 @pytest.mark.parametrize("budget", [64, 5])
-def test_a_window_group(groups: tuple[CacheGroup, ...], budget: int) -> None:
-    """Only what the window still sees is kept, and copied as elsewhere."""
+def test_a_fork_of_a_pinned_window_copies_the_last_block_of_each_group(
+    groups: tuple[CacheGroup, ...], budget: int
+) -> None:
+    """A pin keeps only the blocks that the window still sees."""
     bench = Bench(groups=groups, max_num_batched_tokens=budget)
     prefix = list(range(19))  # the next token sees 14..19: blocks 3 and 4
     pin = bench.pin("pin", prefix)
@@ -123,7 +125,7 @@ def test_a_window_group(groups: tuple[CacheGroup, ...], budget: int) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_samples_of_one_request_share_it_too(caching: bool) -> None:
+def test_sequences_of_one_request_share_the_pinned_prefix(caching: bool) -> None:
     bench = Bench(caching=caching)
     pin = bench.pin()
     blocks, before = bench.held(pin), bench.written(pin)
@@ -139,8 +141,8 @@ def test_samples_of_one_request_share_it_too(caching: bool) -> None:
 
 
 @pytest.mark.parametrize("swaps", [False, True])
-def test_a_request_preempted_and_back(swaps: bool) -> None:
-    """Recomputed, it forks the prefix again, which is one hit in all."""
+def test_a_preempted_request_forks_its_pin_again_if_it_is_recomputed(swaps: bool) -> None:
+    """The second fork does not count as another hit."""
     bench = Bench(caching=False, preemption_mode="swap" if swaps else "recompute")
     pin = bench.pin()
     blocks, before = bench.held(pin), bench.written(pin)
@@ -164,7 +166,7 @@ def test_a_request_preempted_and_back(swaps: bool) -> None:
     assert pin.num_hits == 1
 
 
-def test_a_prefix_that_is_in_the_index_is_not_computed_again() -> None:
+def test_a_pin_does_not_recompute_blocks_that_are_in_the_index() -> None:
     bench = Bench()
     bench.add("first", PREFIX + ENDING)
     bench.finish()
@@ -175,12 +177,12 @@ def test_a_prefix_that_is_in_the_index_is_not_computed_again() -> None:
     assert bench.pins["pin"].blocks is not None
 
 
-# ---- what others cannot do to it ---------------------------------------------------------------
+# ---- other requests ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("pinned", "mode"), in_turn([True, False], ["recompute", "swap"]))
-def test_others_that_fill_the_pool_many_times_do_not_evict_it(pinned: bool, mode: str) -> None:
-    """Without the pin, the same prefix is long gone."""
+def test_requests_that_fill_the_pool_many_times_do_not_evict_a_pin(pinned: bool, mode: str) -> None:
+    """Without the pin, the same prefix is evicted."""
     bench = Bench(num_blocks=28, preemption_mode=mode)
     before = [np.empty(0)]
     if pinned:
@@ -205,7 +207,7 @@ def test_others_that_fill_the_pool_many_times_do_not_evict_it(pinned: bool, mode
     assert bench.plans[-1].started[0].num_computed_tokens == (11 if pinned else 0)
 
 
-def test_forgetting_the_index_leaves_pins_alone() -> None:
+def test_resetting_the_prefix_index_keeps_pins() -> None:
     bench = Bench()
     pin = bench.pin()
     bench.kv.reset_prefix_cache()
@@ -232,7 +234,9 @@ def test_a_pin_that_was_held_back_is_not_held_back_again() -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("field", ["salt", "adapter_id"])
-def test_salts_and_adapters_keep_requests_apart(field: str, caching: bool) -> None:
+def test_a_pin_is_shared_only_by_requests_with_its_salt_and_adapter(
+    field: str, caching: bool
+) -> None:
     bench = Bench(caching=caching, num_blocks=40)
     salt, adapter = ("mine", "") if field == "salt" else ("", "mine")
     request = make_request("pin", PREFIX, max_tokens=1, temperature=0.0, salt=salt)
@@ -249,8 +253,8 @@ def test_salts_and_adapters_keep_requests_apart(field: str, caching: bool) -> No
 # ---- time --------------------------------------------------------------------------------------
 
 
-def test_a_prefix_goes_at_its_time_also_if_nothing_else_happens() -> None:
-    """Its time begins when it is there."""
+def test_a_pin_expires_on_time_even_in_an_idle_engine() -> None:
+    """Its time starts once the prefix is computed."""
     bench = Bench(max_num_batched_tokens=4)
     bench.begin_pin("pin", PREFIX, pin_s=5.0)
     bench.begin_pin("stays", ENDING)
@@ -272,7 +276,7 @@ def test_a_prefix_goes_at_its_time_also_if_nothing_else_happens() -> None:
     assert bench.core.rest_s() is None
 
 
-def test_a_request_goes_on_when_the_time_of_its_prefix_is_over() -> None:
+def test_a_request_keeps_running_after_its_pinned_prefix_expires() -> None:
     bench = Bench(caching=False)
     bench.pin(pin_s=5.0)
     request = bench.add("fork", PREFIX + ENDING, max_tokens=20)
@@ -291,7 +295,7 @@ def test_a_request_goes_on_when_the_time_of_its_prefix_is_over() -> None:
 # ---- room --------------------------------------------------------------------------------------
 
 
-def test_half_of_the_pool_may_be_pinned() -> None:
+def test_at_most_half_of_the_pool_may_be_pinned() -> None:
     bench = Bench(num_blocks=20)
     with pytest.raises(RequestError, match=r"11 of 20 KV blocks, and the limit is half of them"):
         bench.pin("large", list(range(41)))
@@ -306,7 +310,7 @@ def test_half_of_the_pool_may_be_pinned() -> None:
     assert list(bench.pins) == ["a", "d"]
 
 
-def test_a_prefix_is_refused_while_an_open_request_needs_the_room() -> None:
+def test_a_pin_is_refused_while_a_running_request_needs_the_room() -> None:
     bench = Bench(num_blocks=20)
     request = bench.add("big", ENDING, max_tokens=68)  # 72 tokens are computed: 18 blocks
     bench.step()
@@ -319,8 +323,8 @@ def test_a_prefix_is_refused_while_an_open_request_needs_the_room() -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_a_request_that_fits_only_because_it_shares(mode: str) -> None:
-    """19 blocks of 20, of which 10 are the prefix's; others come and go beside it."""
+def test_a_request_that_fits_only_with_shared_blocks_is_served(mode: str) -> None:
+    """It needs 19 of 20 blocks, and shares 10 of them. Other requests run alongside."""
     bench = Bench(num_blocks=20, preemption_mode=mode)
     prefix = [i % 50 for i in range(40)]
     before = bench.written(bench.pin("pin", prefix))
@@ -340,8 +344,8 @@ def test_a_request_that_fits_only_because_it_shares(mode: str) -> None:
     bench.assert_right(stranger)
 
 
-def test_the_copy_of_the_last_block_needs_a_block() -> None:
-    """A fork that needs no other one waits until the pool, full to the last block, has it."""
+def test_a_fork_waits_for_a_free_block_for_its_copy() -> None:
+    """The pool is full, and the fork needs no other block."""
     bench = Bench(num_blocks=8)
     bench.pin()
     other = bench.add("other", list(range(20, 37)), max_tokens=3)
@@ -358,7 +362,7 @@ def test_the_copy_of_the_last_block_needs_a_block() -> None:
 # ---- ends --------------------------------------------------------------------------------------
 
 
-def test_unpinning_while_it_is_computed_ends_it_and_tells_who_waits() -> None:
+def test_unpinning_a_prefix_that_is_being_computed_aborts_its_request() -> None:
     bench = Bench(max_num_batched_tokens=4)
     bench.begin_pin("pin", PREFIX)
     bench.step()
@@ -369,7 +373,7 @@ def test_unpinning_while_it_is_computed_ends_it_and_tells_who_waits() -> None:
     assert bench.reason["pin"] == "abort"
 
 
-def test_unpinning_while_requests_run_on_it() -> None:
+def test_requests_keep_running_on_a_prefix_that_is_unpinned() -> None:
     bench = Bench(caching=False)
     pin = bench.pin()
     blocks = bench.held(pin)
@@ -387,7 +391,7 @@ def test_unpinning_while_requests_run_on_it() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 5, 10])
-def test_a_step_that_fails_while_it_is_computed(position: int) -> None:
+def test_a_pin_is_dropped_if_a_step_fails_while_it_is_computed(position: int) -> None:
     bench = Bench(max_num_batched_tokens=8)
     bench.device.curses[7] = Curse(position, raises=True)
     other = bench.add("other", ENDING, seed=1)
@@ -402,8 +406,8 @@ def test_a_step_that_fails_while_it_is_computed(position: int) -> None:
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_request_that_failed_makes_its_prefix_be_computed_again(raises: bool) -> None:
-    """And those who share it; nobody is told, and its place in the list stays."""
+def test_a_failed_request_causes_its_pinned_prefix_to_be_recomputed(raises: bool) -> None:
+    """No client is notified, and the pin keeps its place in the list."""
     bench = Bench(num_blocks=40, caching=False)
     pin = bench.pin()
     ready = bench.add("good", [*PREFIX, 40], max_tokens=20, seed=1)
@@ -428,10 +432,10 @@ def test_a_request_that_failed_makes_its_prefix_be_computed_again(raises: bool) 
     assert bench.num_used == [3]
 
 
-# ---- names -------------------------------------------------------------------------------------
+# ---- ids ---------------------------------------------------------------------------------------
 
 
-def test_two_pins_of_the_same_tokens() -> None:
+def test_two_pins_of_the_same_tokens_share_full_blocks() -> None:
     bench = Bench()
     one, two = bench.pin("one"), bench.pin("two")
     assert bench.held(one)[:2] == bench.held(two)[:2]  # of the index
@@ -448,7 +452,7 @@ def test_two_pins_of_the_same_tokens() -> None:
     assert bench.num_used == [0]
 
 
-def test_an_id_is_in_use_for_as_long_as_its_prefix() -> None:
+def test_a_request_id_is_in_use_as_long_as_its_pin() -> None:
     bench = Bench(max_num_batched_tokens=4)
     bench.begin_pin("pin", PREFIX)
     for _ in range(2):  # while it is computed, and after
@@ -462,16 +466,16 @@ def test_an_id_is_in_use_for_as_long_as_its_prefix() -> None:
 
 
 @pytest.mark.parametrize("pin_s", [-1.0, float("nan"), float("inf")])
-def test_times_that_are_none(pin_s: float) -> None:
+def test_an_invalid_ttl_is_refused(pin_s: float) -> None:
     with pytest.raises(RequestError, match="ttl_s must be a number of seconds"):
         Bench().begin_pin("pin", PREFIX, pin_s=pin_s)
 
 
-def test_who_is_dropped_before_a_plan_is_told_with_its_result() -> None:
+def test_a_pin_dropped_before_its_first_plan_is_reported_with_the_next_result() -> None:
     bench = Bench()
     bench.begin_pin("pin", PREFIX)
     bench.core.control(Unpin("pin"))
-    assert bench.core.plan() is None and bench.core.has_work  # there is something to tell
+    assert bench.core.plan() is None and bench.core.has_work  # its end is not reported yet
     bench.add("next", PREFIX)
     bench.step()
     assert bench.reason == {"pin": "abort"}

@@ -11,10 +11,10 @@ from quire.scheduler.scheduler import Scheduler
 from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
-def firsts(scheduler: Scheduler, most: int = 200) -> list[str]:
-    """Requests in the order in which they are admitted."""
+def firsts(scheduler: Scheduler, max_steps: int = 200) -> list[str]:
+    """Return the requests in the order of their admission."""
     order: list[str] = []
-    for _ in range(most):
+    for _ in range(max_steps):
         order += [name for name in step(scheduler) if name not in order]
         if not len(scheduler.lifecycle.queue):
             break
@@ -26,7 +26,9 @@ def firsts(scheduler: Scheduler, most: int = 200) -> list[str]:
     [(Fifo, ["long", "middle", "short"]), (Srtf, ["short", "middle", "long"]),
      (TwoLevel, ["short", "middle", "long"])],
 )  # fmt: skip
-def test_order_of_three(policy: MakePolicy, expected: list[str]) -> None:
+def test_each_policy_admits_three_prompts_in_its_order(
+    policy: MakePolicy, expected: list[str]
+) -> None:
     scheduler = scheduler_of(policy)
     for name, num in (("long", 40), ("middle", 20), ("short", 8)):
         add(scheduler, name, num)

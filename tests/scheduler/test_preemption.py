@@ -1,4 +1,4 @@
-"""Whether a victim is swapped out or computed again."""
+"""Whether a preempted sequence is swapped out or recomputed."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,9 @@ from tests.support.scheduler.plain_scheduler import add, step
 @pytest.mark.parametrize(
     ("bytes_per_s", "is_cheaper"), [(1500, False), (1600, False), (1601, True)]
 )
-def test_swapping_against_computing_again(bytes_per_s: float, is_cheaper: bool) -> None:
+def test_swapping_is_chosen_if_it_is_cheaper_than_recomputing(
+    bytes_per_s: float, is_cheaper: bool
+) -> None:
     """Three samples of 30 tokens share a prompt of 20: 50 tokens to compute, in 0.5 s; or 4 blocks
     of 100 bytes there and back."""
     member = SimpleNamespace(blocks=None, num_computed_tokens=30, num_prompt_tokens=20)
@@ -36,8 +38,7 @@ def test_swapping_against_computing_again(bytes_per_s: float, is_cheaper: bool) 
         assert preemption.swapping_is_cheaper([member] * 3) is expected  # type: ignore[list-item]
 
 
-def test_what_is_not_worth_swapping_is_computed_again() -> None:
-    """A group before it forks, and a prefix that is to be pinned."""
+def test_an_unforked_group_and_an_unfinished_pin_are_recomputed_not_swapped() -> None:
     bench = Bench(preemption_mode="swap", max_num_batched_tokens=4)
     bench.add("three", list(range(20)), n=3)
     bench.step()
@@ -60,10 +61,10 @@ def test_what_is_not_worth_swapping_is_computed_again() -> None:
     ("has_states", "has_drafts_in_flight", "may_be"),
     [(True, True, False), (True, False, True), (False, True, True)],
 )
-def test_no_state_is_swapped_behind_drafts_that_may_be_wrong(
+def test_a_state_is_not_swapped_while_its_drafts_are_unverified(
     has_states: bool, has_drafts_in_flight: bool, may_be: bool
 ) -> None:
-    """Blocks of wrong drafts can be cut off again, a state cannot go back."""
+    """Blocks of rejected drafts can be truncated, but a state cannot be rewound."""
     memory = SimpleNamespace(
         kv=SimpleNamespace(has_states=has_states),
         needs_to_stand=lambda blocks: [len(blocks)],
@@ -98,8 +99,10 @@ def test_copies_on_write_of_one_plan_are_undone_from_the_last_to_the_first() -> 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("place", [0, 1, -1])
-def test_another_rule_of_who_gives_way(mode: str, place: int, monkeypatch) -> None:
-    """Wherever the victim stands among those that run, all others go on in the same plan."""
+def test_any_choice_of_the_preempted_row_gives_the_same_tokens(
+    mode: str, place: int, monkeypatch
+) -> None:
+    """The other rows continue in the same plan."""
     rule = lambda self: self._rows.sequences()[place % self._rows.num_running]  # noqa: E731
     monkeypatch.setattr(Preemption, "_victim", rule)
     bench = Bench(num_blocks=13, preemption_mode=mode)
@@ -110,8 +113,8 @@ def test_another_rule_of_who_gives_way(mode: str, place: int, monkeypatch) -> No
         assert bench.output[request.request_id][0] == expected_tokens(request, MAX_LEN)
 
 
-def test_tables_that_are_swapped_out_end_behind_what_was_computed() -> None:
-    """Also where the last tokens were written into a block that the row had."""
+def test_swapped_out_tables_end_after_the_computed_tokens() -> None:
+    """This includes tokens written into a block that the row already had."""
     bench = Bench(preemption_mode="swap")
     bench.add("a", PREFIX[:9])
     for _ in range(3):

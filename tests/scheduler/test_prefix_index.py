@@ -1,4 +1,4 @@
-"""Which of several hits a sequence begins with: sources are asked in their order."""
+"""Which of several hits a sequence begins with. Hit sources are called in their order."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +16,10 @@ from tests.support.scheduler.fake_device import make_request
 @pytest.mark.parametrize(
     ("held", "named", "found"), [(None, 8, 8), (4, 8, 8), (8, 8, 8), (12, 8, 12), (19, 0, 19)]
 )
-def test_the_longer_of_what_is_held_and_what_is_named(
+def test_the_longer_of_the_retained_and_the_indexed_hit_is_used(
     held: int | None, named: int, found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 20 tokens; the last one is always computed."""
+    """The prompt has 20 tokens, and the last one is always computed."""
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(20))), 0.0)
     sequence, memory = scheduler.lifecycle.sequences["r"], scheduler.memory
@@ -36,9 +36,9 @@ def test_the_longer_of_what_is_held_and_what_is_named(
     assert hit.source == ("" if hit is by_name else "held")
 
 
-def test_nobody_is_asked_who_has_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hit_sources_without_entries_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
-        raise AssertionError("asked")
+        raise AssertionError("called")
 
     scheduler = scheduler_of()
     for source in (scheduler.retained, scheduler.pinned):
@@ -53,11 +53,11 @@ def test_nobody_is_asked_who_has_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     ("copy_bytes_per_s", "tokens_per_s", "is_cheaper"),
     [(1000, 40, False), (1001, 40, True), (1000, 39, True), (0, 40, True), (1000, 0, True)],
 )
-def test_blocks_are_loaded_if_that_takes_less_time_than_computing_their_tokens(
+def test_blocks_are_loaded_if_that_is_faster_than_computing_their_tokens(
     copy_bytes_per_s: float, tokens_per_s: float, is_cheaper: bool
 ) -> None:
-    """Twelve tokens are on the device. To load two blocks of 100 bytes takes 0.2 s, and to compute
-    their 8 tokens as long."""
+    """Twelve tokens are on the device. Loading two blocks of 100 bytes takes 0.2 s, and
+    computing their 8 tokens as long."""
     near = KVBlocks(12, ([0, 1, 2],))
     hit = KVBlocks(20, ([0, 1, 2, LOAD, LOAD],), ({3: 5, 4: 6},))
     rates = MeasuredRates(tokens_per_s, copy_bytes_per_s)

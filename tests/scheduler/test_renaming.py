@@ -8,8 +8,8 @@ from tests.support.scheduler.fake_device import make_request
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_one_that_holds_nothing_is_named_as_if_it_came_now(caching: bool) -> None:
-    """And looks for its prompt again."""
+def test_a_sequence_without_blocks_is_renamed_like_a_new_one(caching: bool) -> None:
+    """It also looks up its prompt again."""
     scheduler = scheduler_of(caching)
     scheduler.add(make_request("r", list(range(9))), 0.0)
     sequence, names = scheduler.lifecycle.sequences["r"], scheduler.memory.names
@@ -20,7 +20,7 @@ def test_one_that_holds_nothing_is_named_as_if_it_came_now(caching: bool) -> Non
     assert not sequence.is_renamed
 
 
-def test_one_that_holds_blocks_gets_a_root_of_its_own() -> None:
+def test_a_sequence_with_blocks_gets_its_own_root() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(9))), 0.0)
     step(scheduler, 5)

@@ -44,7 +44,7 @@ def scheduler_with(
 
 
 def decode(scheduler: Scheduler, num_steps: int = 1) -> Plan:
-    """Take steps with depth 1; the last plan."""
+    """Run steps with depth 1. Return the last plan."""
     for _ in range(num_steps):
         plan = scheduler.schedule(0.0).plan
         assert plan is not None
@@ -65,7 +65,7 @@ class Pair:
         self.both[1].planner._repeat = lambda last, now: None  # type: ignore[method-assign]
 
     def call(self, door: str, *arguments: Any) -> Decisions:
-        """Call a door of both, which decide the same; the decisions."""
+        """Call a door of both, assert that they decide the same, and return the decisions."""
         one, other = (getattr(each, door)(*arguments) for each in self.both)
         plans = [d.plan and plan_fields(d.plan, None) for d in (one, other)]
         assert plans[0] == plans[1]
@@ -88,10 +88,10 @@ class Pair:
         (2, 400, 2, "two-level"),
     ],
 )
-def test_random_runs_are_equal(
+def test_repeated_plans_equal_newly_made_plans_in_random_runs(
     depth: int, blocks: int, rows: int, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests come, wait for rows, end by stop tokens and limits, are aborted, forked, given
+    """Requests arrive, wait for rows, end by stop tokens and limits, are aborted, forked, given
     drafts, and (with few blocks) preempted."""
     pair, rng = Pair(depth, blocks, rows, policy), np.random.default_rng(depth)
     counted = Repeats(monkeypatch, pair.both[0].planner)
@@ -136,7 +136,7 @@ def test_decoding_rows_repeat_their_plan(monkeypatch: pytest.MonkeyPatch) -> Non
         add(scheduler, name, 5)
     counted = Repeats(monkeypatch, scheduler.planner)
     first, second = decode(scheduler), decode(scheduler)
-    assert counted.num == 0, "a plan with prompts has no successor of its kind"
+    assert counted.num == 0, "a plan with prompts is not repeated"
     third = decode(scheduler)
     assert counted.num == 1
     assert third.rows is second.rows and third.num_candidates is second.num_candidates
@@ -144,7 +144,7 @@ def test_decoding_rows_repeat_their_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     assert first.started and not third.started
 
 
-def test_released_rows_are_named_once() -> None:
+def test_a_released_row_is_listed_in_one_plan() -> None:
     scheduler = scheduler_with()
     for name, num in (("a", 2), ("b", 40), ("c", 40)):
         add(scheduler, name, 5, max_tokens=num)

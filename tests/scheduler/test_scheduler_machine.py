@@ -61,7 +61,7 @@ FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
 STATES = CacheGroup("state", (2,), state_size=8)
 MAX_LEN = 40
-# Computed for another engine, by another one, which says nothing of it, or says wrong things
+# Computed for another engine; by another engine; with a wrong name of the last block.
 TRANSFERS = (
     None, None, KVTransfer(keeps=True), KVTransfer(waits=True), KVTransfer(keeps=True, waits=True),
     KVTransfer(waits=True, num_blocks=2, digest=bytes(32)),
@@ -78,7 +78,7 @@ def names_of(sequence: Sequence, root: bytes) -> list[bytes]:
 
 class SchedulerMachine(RuleBasedStateMachine):
     groups: tuple[CacheGroup, ...] = (FULL,)
-    num_guesses = 0  # in each plan, of all that run
+    num_drafts = 0  # in each plan, for each row
     num_stages = 1
     takes_media = False
 
@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.core.attach(StoresAttachment(self.stores, self.clock))  # type: ignore[arg-type]
         self.grammars = FakeGrammars()
         self.core.attach(GrammarAttachment(self.grammars))  # type: ignore[arg-type]
-        # Whoever computes inside `submit` cannot wait for masks that depend on a result before.
+        # An executor that computes in `submit` cannot wait for masks that need an earlier result.
         self.takes_grammars = lazy or depth == 1
         self.bad_grammars: set[str] = set()
         self.events: list[Event] = []
@@ -200,8 +200,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         transfer,
         curse,
     ) -> None:
-        """Prompts with equal seeds share a prefix; those of odd seeds repeat one block. forks: it
-        begins with what was pinned last."""
+        """Prompts with equal seeds share a prefix; prompts of odd seeds repeat one block. forks:
+        the prompt begins with the last pinned prefix."""
         prompt = self._tokens(seed)[:length]
         if forks and self.pins:
             pinned = self.requests[self.pins[-1]]
@@ -228,7 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.core.add(request)
         except RequestError:
-            assert n > 1 or self.pins, "only a group can be too large, or what stands beside pins"
+            assert n > 1 or self.pins, "only a group, or a request alongside pins, can be too large"
             return
         if curse is not None:
             self.device.curses[number] = curse
@@ -237,15 +237,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.output[name, index] = []
 
     def configured(self, config: SchedulerConfig) -> SchedulerConfig:
-        """The settings; for machines with more of them."""
+        """Return the settings; machines with other settings override it."""
         return config
 
     def prepared(self, request: Request) -> Request:
-        """A request as it is sent; for machines with more to ask for."""
+        """Return the request to send; machines with other requests override it."""
         return request
 
     def let_go(self) -> None:
-        """Hold nothing any more; for machines that do."""
+        """Release all retained requests; for machines that retain some."""
 
     def _tokens(self, seed: int) -> list[int]:
         tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
@@ -257,9 +257,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         plan = self.core.plan()
         if plan is not None:
-            least = min(len(plan.rows), 1)  # without rows it moves what stores wait for
-            assert least <= plan.num_scheduled_tokens <= self.scheduler.token_budget
-            assert least or self.scheduler.stores is not None
+            min_planned = min(len(plan.rows), 1)  # without rows, it copies for stores
+            assert min_planned <= plan.num_scheduled_tokens <= self.scheduler.token_budget
+            assert min_planned or self.scheduler.stores is not None
             assert len(set(plan.rows.tolist())) == len(plan.rows)
 
     @rule()
@@ -271,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 12))
     def run(self, steps: int) -> None:
-        """As the core does it: plans ahead as far as it may, then takes the oldest result."""
+        """Plan ahead as far as the depth allows, then take the oldest result, as the core does."""
         for _ in range(steps):
             for _ in range(self.scheduler.depth):
                 self.plan()
@@ -283,7 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(num=st.integers(1, 6), wrong=st.sampled_from([0, 1, 2, 3, 9, 9]))
     def draft(self, num: int, wrong: int) -> None:
-        """Guess for all that run; `wrong`: the first guess that is not right."""
+        """Propose draft tokens for all rows; `wrong`: index of the first one to be rejected."""
         drafts = []
         for sequence in self.scheduler.rows.sequences():
             context = known = sequence.known_tokens.tolist()
@@ -291,9 +291,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for i in range(num):
                 allowed = allowed_tokens(grammar, context[first:]) if grammar else None
                 context = [*context, VOCAB - 1 if i == wrong else next_token(context, allowed)]
-            guesses = context[len(known) :]
+            tokens = context[len(known) :]
             name = sequence.request.request_id
-            drafts.append(Draft(name, sequence.index, len(known), guesses))
+            drafts.append(Draft(name, sequence.index, len(known), tokens))
         self.core.control(Drafted(drafts))
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))
@@ -307,7 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         grammar=st.sampled_from(["", "one"]),
     )
     def open(self, length, max_tokens, tenant, grammar="") -> None:
-        """A prompt that comes in pieces."""
+        """Send an open prompt, which arrives in pieces."""
         number = len(self.requests)
         name = f"r{number}"
         tokens = np.random.default_rng(0).integers(0, 50, 32)
@@ -332,7 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cursed_at=st.sampled_from([None, None, None, 3, 12]),
     )
     def pin(self, seed, length, pin_s, salt, cursed_at) -> None:
-        """A prefix of what `add` asks for, computed and kept."""
+        """Pin a prefix of a prompt that `add` may send."""
         number = len(self.requests)
         name = f"r{number}"
         prompt = self._tokens(seed)[:length]
@@ -373,7 +373,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """Nothing is found any more that was put anywhere before."""
+        """Reset the cache: blocks from before are found in no memory and no store."""
         named = {
             (g, d)
             for g, p in enumerate(self.kv.pools)
@@ -387,19 +387,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(has_others=st.booleans())
     def share(self, has_others: bool) -> None:
-        """As after a restart: what stores have is all that there is."""
+        """Set whether the stores have blocks of other engines, as after a restart."""
         self.stores.has_others = has_others
 
     @rule(pick=st.integers(0, 50), fails=st.sampled_from([False, False, False, True]))
     def answer(self, pick: int, fails: bool) -> None:
-        """A store carries out one of its orders, in whatever order, or fails to."""
+        """Let a store carry out any of its orders, or fail to."""
         answer = self.stores.answer(pick, fails)
         if answer is not None:
             self.core.control(answer)
 
     @rule(pick=st.integers(0, 50), fails=st.sampled_from([False, False, False, True]))
     def compile(self, pick: int, fails: bool) -> None:
-        """A grammar is ready, or found to be no good; perhaps nobody waits for it any more."""
+        """Compile a grammar, or reject it. Its request may have ended already."""
         ready = self.grammars.compile(pick, fails)
         if ready is not None:
             if fails:
@@ -422,7 +422,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._check_index()
 
     def _check_index(self) -> None:
-        """What the index says of a running sequence's blocks is what its known tokens are.
+        """Check that the indexed blocks of each row are named after its known tokens.
 
         A block that came from a pinned prefix or a parent is named after another root: that of a
         sequence with the same salt, whose first tokens are the same.
@@ -472,7 +472,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 length = len(request.prompt_token_ids) + longest
                 assert length > curse.position, "an error before the token that is cursed"
             elif self.reason[name] == "error":
-                assert name in self.in_pieces and self.pins, "nothing was wrong with it"
+                assert name in self.in_pieces and self.pins, "an error without a cause"
             if self.reason[name] in ("abort", "error", "timeout", "pinned"):
                 assert output == expected[: len(output)]
             else:
@@ -493,17 +493,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.reason[update.request_id] = finish.reason
 
     def _check_events(self, num_tokens: int) -> None:
-        """The step comes before what it ended, with the rows that got a token."""
+        """Check that the step's event precedes the ends that it caused, and counts its tokens."""
         self.core.publish()
         events = self.events
         at = [i for i, event in enumerate(events) if isinstance(event, Stepped)]
-        if not at:  # only lateness was told
+        if not at:  # only timeouts were reported
             events.clear()
             return
         assert len(at) == 1
         assert len(events[at[0]].rows) + events[at[0]].num_accepted == num_tokens
         ends = [e for e in events[: at[0]] if isinstance(e, Finished)]
-        grown = {"error"} if self.pins else set()  # an open prompt, too long to stand beside pins
+        grown = {"error"} if self.pins else set()  # an open prompt that is too long alongside pins
         for end in ends:
             if end.request_id in self.bad_grammars and end.reason == "error":
                 continue
@@ -576,9 +576,9 @@ def test_random_programs_give_each_request_its_own_tokens(machine: type, max_exa
     run_machine(machine, max_examples)
 
 
-def test_host_blocks_are_written_before_others_get_them() -> None:
-    """A plan that has lost its only row copies out all the same, and before its result is there:
-    then its blocks of host memory may be filled by a store."""
+def test_host_blocks_are_written_before_they_are_reused() -> None:
+    """A plan that has lost its only row still copies blocks out, even before its result is taken.
+    A store may fill these host blocks afterwards."""
     machine = StoresMachine()
     machine.start(
         depth=2, budget=21, rows=4, spare=2, lazy=False, mode="swap", tier=60, stores=2,

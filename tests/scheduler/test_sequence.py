@@ -5,8 +5,8 @@ import pytest
 from tests.scheduler.test_miss_report import TEXT, add, scheduler_of
 
 
-def test_what_a_scored_prompt_may_take_from_the_cache() -> None:
-    """What was scored; all that is known, once every position but the first is."""
+def test_a_scored_prompt_may_read_only_scored_tokens_from_the_cache() -> None:
+    """It may read all known tokens once every position but the first is scored."""
     scheduler = scheduler_of()
     add(scheduler, "r", TEXT[:10], 0.0, prompt_logprobs=1)
     sequence = scheduler.lifecycle.sequences["r"]
@@ -19,8 +19,8 @@ def test_what_a_scored_prompt_may_take_from_the_cache() -> None:
 
 
 @pytest.mark.parametrize("grammar", ["", "a grammar"])
-def test_a_mask_keeps_out_of_a_searchs_candidates_what_it_forbids(grammar: str) -> None:
-    """But not of the log-probabilities that a user asks for."""
+def test_the_mask_applies_to_the_candidates_of_a_beam_search(grammar: str) -> None:
+    """It does not apply to the log-probabilities that a user requests."""
     scheduler = scheduler_of()
     add(scheduler, "r", TEXT[:10], 0.0, use_beam_search=True, n=2, grammar=grammar)
     group = scheduler.lifecycle.sequences["r"].group

@@ -1,4 +1,4 @@
-"""Snapshots: what is restored goes on as if nothing had happened, and a file cannot run code."""
+"""Snapshots: a restored scheduler continues unchanged, and a file cannot run code."""
 
 from collections import OrderedDict, deque
 from typing import Any
@@ -47,7 +47,7 @@ from tests.support.scheduler.state_machines import FEW, run_machine
 
 
 def written(value: object, **options: Any) -> Any:
-    """As it comes back from a file."""
+    """Return a value as it is restored from a file."""
     data = msgspec.msgpack.encode(
         dump(value, **options), enc_hook=lambda deferred: encode(deferred.value)
     )
@@ -55,7 +55,7 @@ def written(value: object, **options: Any) -> Any:
 
 
 def holder(**attributes: object) -> BlockPool:
-    """An instance that may be kept, with any attributes."""
+    """Return an instance that may be saved, with these attributes."""
     pool = BlockPool(1)
     vars(pool).update(attributes)
     return pool
@@ -73,7 +73,7 @@ def test_identity_and_cycles_are_kept() -> None:
     assert copy.self[0] is copy is copy.self[1]["me"]
 
 
-def test_values_come_back_as_they_are() -> None:
+def test_values_are_restored_unchanged() -> None:
     request = Request("r", [1, 2, 3], SamplingParams(stop=["x"], logit_bias={3: 1.5}), seed=-5)
     objects = np.full((2, 2), None, object)
     objects[0, 1] = request
@@ -104,7 +104,7 @@ def test_values_come_back_as_they_are() -> None:
     assert list(copy.nested[2]) == [2, 1]
 
 
-def test_what_a_run_brings_itself_is_left_out() -> None:
+def test_omitted_attributes_are_not_saved_and_can_be_set_afterwards() -> None:
     kv = KVManager((FULL,), (20,), 4)
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8)
     scheduler = Scheduler(Memory(kv, 8), config, 40)
@@ -116,7 +116,7 @@ def test_what_a_run_brings_itself_is_left_out() -> None:
     assert written(holder(make=Fifo)).make is Fifo
 
 
-def test_what_cannot_be_kept_is_named() -> None:
+def test_an_error_names_the_attribute_that_cannot_be_saved() -> None:
     for value in (lambda: None, print, object(), open):
         with pytest.raises(EngineError, match=r"cannot be saved"):
             dump(holder(thing=value))
@@ -152,14 +152,14 @@ def test_damaged_and_hostile_data_is_refused(entry: object) -> None:
             restore(data)
 
 
-def test_vocabulary_by_itself() -> None:
+def test_a_single_value_can_be_encoded_and_decoded() -> None:
     group = CacheGroup("window", (0, 1), 2, 8, window=5)
     assert decode(msgspec.msgpack.decode(msgspec.msgpack.encode(encode(group)))) == group
     with pytest.raises(EngineError, match="cannot be saved"):
         encode(object())
 
 
-def test_items_of_earlier_recordings_get_the_names_of_today() -> None:
+def test_items_of_earlier_recordings_get_their_current_names() -> None:
     def earlier(data: Any, kind: str, fields: dict[str, str]) -> Any:
         [tag, _, content] = data
         return [
@@ -178,7 +178,7 @@ def test_items_of_earlier_recordings_get_the_names_of_today() -> None:
 
 
 class Restored:
-    """Now and then the scheduler is replaced by its restored snapshot."""
+    """At random points, the scheduler is replaced by its restored snapshot."""
 
     @rule(times=st.integers(1, 2))
     def replace(self, times: int) -> None:
@@ -218,22 +218,22 @@ class RestoredHybridMachine(Restored, HybridStoresMachine):
         RestoredHybridMachine,
     ),
 )
-def test_restored_in_the_middle_of_random_programs(machine: type, max_examples: int) -> None:
+def test_a_restored_scheduler_continues_random_programs(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
 
 
-def test_a_class_that_bears_a_name_of_ours_is_not_taken_for_it() -> None:
-    """Such as a plugin's policy: it is refused at once, not when somebody writes it."""
+def test_a_foreign_class_with_the_name_of_one_of_ours_cannot_be_saved() -> None:
+    """For example a plug-in's policy: it is refused at once, before anything is written."""
     with pytest.raises(EngineError, match="cannot be saved"):
         dump([type("Queued", (), {})()])
 
 
 @pytest.mark.parametrize("shape", [(200,), (20, 30), (5, 6, 7)])
 @pytest.mark.parametrize("is_narrow", [True, False])
-def test_arrays_of_all_shapes_are_read_as_they_were(
+def test_arrays_of_all_shapes_are_restored_unchanged(
     shape: tuple[int, ...], is_narrow: bool
 ) -> None:
-    """Of a table the zeros at the end of its rows take no space."""
+    """A table is stored without the zeros at the end of its rows."""
     array = np.random.default_rng(1).integers(1, 99, shape, np.int32)
     if is_narrow:
         array[..., 2:] = 0

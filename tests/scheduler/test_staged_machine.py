@@ -1,4 +1,4 @@
-"""The scheduler's machine over a model in stages: each learns of tokens by plans alone."""
+"""The scheduler's machine with a model in stages, which learn tokens only from plans."""
 
 import pytest
 from hypothesis import strategies as st
@@ -70,9 +70,9 @@ def test_stages_change_no_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
 
 
-def test_rows_that_decode_take_turns() -> None:
-    """Each plan has at most its share of them; who has a pending token is in none; each plan says
-    the last token of its rows."""
+def test_decoding_rows_take_turns_in_staged_plans() -> None:
+    """Each plan has at most its share of the rows, and no row with a pending token. It contains the
+    last token of each of its rows."""
     scheduler = scheduler_of(Fifo, budget=64)
     scheduler.rows.num_stages, scheduler.depth = 2, 3
     for name in "abcde":

@@ -14,14 +14,14 @@ from tests.support.scheduler.state_machines import FEW, run_machine
 
 
 def steer(scheduler: Scheduler, name: str, now: float = 0.0, **fields: float) -> float | None:
-    """Steer a request; return when something becomes due by itself."""
+    """Steer a request. Return when the scheduler next has something due."""
     decisions = scheduler.control(Steer(name, **fields), now)  # type: ignore[arg-type]
     scheduler.check_invariants()
     return decisions.next_s
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_paused_request_computes_nothing_and_holds_nothing(n: int) -> None:
+def test_a_paused_request_computes_no_tokens_and_holds_no_blocks(n: int) -> None:
     scheduler = scheduler_of(Fifo)
     add(scheduler, "a", 8, n=n, temperature=float(n > 1))
     for _ in range(3):
@@ -37,7 +37,7 @@ def test_a_paused_request_computes_nothing_and_holds_nothing(n: int) -> None:
     assert [member.num_known_tokens for member in members] == [num + 1 for num in known]
 
 
-def test_a_pause_ends_by_itself() -> None:
+def test_a_pause_ends_when_its_time_is_over() -> None:
     scheduler = scheduler_of(Fifo)
     add(scheduler, "a", 4)
     step(scheduler)
@@ -62,7 +62,7 @@ def test_tokens_of_plans_in_flight_arrive_during_a_pause() -> None:
     assert scheduler.lifecycle.sequences["a"].num_known_tokens == 7
 
 
-def test_a_paused_request_may_end_and_wait_for_something_else() -> None:
+def test_a_paused_request_may_time_out_or_wait_for_its_grammar() -> None:
     scheduler = scheduler_of(Fifo)
     add(scheduler, "waits", 4, grammar="x")
     add(scheduler, "late", 4, timeout_s=5.0)
@@ -85,7 +85,7 @@ def test_a_new_priority_moves_a_waiting_request() -> None:
     assert list(dict.fromkeys(order)) == ["runs", "second", "first"]
 
 
-def test_a_new_priority_chooses_another_victim() -> None:
+def test_a_new_priority_changes_which_row_is_preempted() -> None:
     scheduler = scheduler_of(Fifo, blocks=9)
     add(scheduler, "old", 12, max_tokens=20)
     add(scheduler, "new", 12, max_tokens=20)

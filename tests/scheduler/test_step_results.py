@@ -30,7 +30,7 @@ def scheduler_of(caching: bool = True) -> Scheduler:
 
 
 def step(scheduler: Scheduler, token: int, **more: object) -> StepOutputs:
-    """Everybody samples this token."""
+    """Run a step in which each row samples this token."""
     plan = scheduler.schedule(0.0).plan
     assert plan is not None
     num = len(plan.sample_rows)
@@ -42,9 +42,9 @@ def step(scheduler: Scheduler, token: int, **more: object) -> StepOutputs:
 def ending_of(
     stops: tuple[int, ...], tokens: list[int], **params: object
 ) -> tuple[str, int | None]:
-    """How a request ends whose tokens are these, and that it does so with the last of them."""
+    """Return how a request with these tokens ends. Assert that it ends with the last one."""
     scheduler = scheduler_of()
-    heard = listen(scheduler)
+    events = listen(scheduler)
     request = make_request("r", [1, 2, 3], stops=stops, **({"max_tokens": 9} | params))
     request = msgspec.structs.replace(request, eos_token_ids=stops[:1])
     scheduler.add(request, 0.0)
@@ -52,14 +52,14 @@ def ending_of(
         assert not step(scheduler, token).finished, token
     [(_, ending)] = step(scheduler, tokens[-1]).finished
     scheduler.check_invariants()
-    [finished] = [event for event in heard if isinstance(event, Finished)]
+    [finished] = [event for event in events if isinstance(event, Finished)]
     assert (finished.reason, finished.num_output_tokens) == (ending.reason, len(tokens))
     assert ending.stop_reason is None or isinstance(ending.stop_reason, int)
     return ending.reason, ending.stop_reason
 
 
 @pytest.mark.parametrize("stops", [(7, 8, 9), (*MANY, 7, 8, 9)])
-def test_how_a_request_ends(stops: tuple[int, ...]) -> None:
+def test_a_request_ends_at_a_stop_token_or_at_its_length_limit(stops: tuple[int, ...]) -> None:
     """Few stop tokens are compared in arrays, many one by one."""
     eos, named = stops[0], stops[-1]
     assert ending_of(stops, [1, 2, eos]) == ("stop", None)
@@ -69,7 +69,7 @@ def test_how_a_request_ends(stops: tuple[int, ...]) -> None:
     assert ending_of(stops, [1, named], max_tokens=2) == ("stop", named)
 
 
-def test_long_lists_of_one_request_are_not_another_s() -> None:
+def test_a_long_stop_list_applies_only_to_its_own_request() -> None:
     scheduler = scheduler_of()
     for name, stops in (("many", MANY), ("few", (7,)), ("more", tuple(n + 40 for n in MANY))):
         scheduler.add(make_request(name, [1, 2, 3], stops=stops, max_tokens=9), 0.0)
@@ -83,13 +83,13 @@ def test_long_lists_of_one_request_are_not_another_s() -> None:
     )
 
 
-def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
-    """Also of positions that are computed a second time."""
+def test_logprobs_of_a_prompt_are_returned_once() -> None:
+    """This includes positions that are computed a second time."""
     scheduler = scheduler_of(caching=False)
     scheduler.add(make_request("r", list(range(40)), max_tokens=2, prompt_logprobs=0), 0.0)
     every = [Candidates(np.array([i]), np.array([0.0]), 1) for i in range(40)]
-    sequence, told, num = scheduler.lifecycle.sequences["r"], list[Candidates](), 0
-    while len(told) < 40:
+    sequence, returned, num = scheduler.lifecycle.sequences["r"], list[Candidates](), 0
+    while len(returned) < 40:
         plan = scheduler.schedule(0.0).plan
         assert plan is not None
         start, end = int(plan.computed_bound[0]), int(plan.computed_bound[0] + plan.num_tokens[0])
@@ -103,15 +103,15 @@ def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
         )
         [update] = scheduler.update(result, 0.0).outputs.details
         assert update.prompt_candidates is not None
-        told += update.prompt_candidates
+        returned += update.prompt_candidates
         if end == 32 and num == 32:
             scheduler.lifecycle.preempt(sequence, "other", 0.0)
-    assert told == every
+    assert returned == every
     assert num == 40 + 32, "nothing was computed a second time"
 
 
-def test_cached_tokens_are_those_of_the_first_admission() -> None:
-    """What a preempted sequence finds of itself afterwards is no hit of its prompt's."""
+def test_cached_tokens_are_counted_only_at_the_first_admission() -> None:
+    """A preempted sequence resumes on its own blocks, and this is not a prefix hit."""
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(20)), max_tokens=9), 0.0)
     step(scheduler, 5)
@@ -123,7 +123,7 @@ def test_cached_tokens_are_those_of_the_first_admission() -> None:
     assert sequence.num_cached_tokens == 0
 
 
-def test_what_a_prompt_found_is_told_with_its_first_result() -> None:
+def test_a_prefix_hit_is_reported_with_the_first_result() -> None:
     scheduler = scheduler_of()
     for name in ("first", "second"):
         scheduler.add(make_request(name, list(range(20)), max_tokens=1), 0.0)
@@ -132,8 +132,10 @@ def test_what_a_prompt_found_is_told_with_its_first_result() -> None:
     assert report is not None and report.num_tokens == 16
 
 
-def test_logprobs_are_for_samples_and_not_for_beams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search chooses from them; what it tells is told at its end."""
+def test_logprobs_are_returned_for_samples_and_not_for_beams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A beam search only chooses from them, and returns its own at its end."""
     scheduler = scheduler_of()
     scheduler.add(make_request("plain", [1, 2, 3], max_tokens=5, logprobs=1), 0.0)
     scheduler.add(make_request("search", [4, 5, 6], max_tokens=5, use_beam_search=True, n=2), 0.0)
@@ -141,12 +143,12 @@ def test_logprobs_are_for_samples_and_not_for_beams(monkeypatch: pytest.MonkeyPa
     assert plan is not None
     rows = [scheduler.lifecycle.sequences[name].row for name in ("plain", "search")]
     found = Candidates(np.array([7, 8, 9, 10, 11]), np.array([-0.5, -1.5, -2.0, -3.0, -4.0]), 1)
-    told = dict[str, list[Candidates]]()
+    returned = dict[str, list[Candidates]]()
 
-    def tell(_: OutputsBuilder, sequence: Sequence, candidates: list[Candidates]) -> None:
-        told[sequence.request.request_id] = candidates
+    def record(_: OutputsBuilder, sequence: Sequence, candidates: list[Candidates]) -> None:
+        returned[sequence.request.request_id] = candidates
 
-    monkeypatch.setattr(OutputsBuilder, "set_candidates", tell)
+    monkeypatch.setattr(OutputsBuilder, "set_candidates", record)
     num = len(plan.sample_rows)
     scheduler.update(
         StepResult(
@@ -155,10 +157,10 @@ def test_logprobs_are_for_samples_and_not_for_beams(monkeypatch: pytest.MonkeyPa
         ),
         0.0,
     )  # fmt: skip
-    assert told == {"plain": [found]}
+    assert returned == {"plain": [found]}
 
 
-def test_what_shares_a_failed_row_s_blocks_is_not_brought_back_from_host_memory() -> None:
+def test_a_swapped_dependant_of_a_failed_row_is_recomputed() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("r", [1, 2, 3]), 0.0)
     sequence = scheduler.lifecycle.sequences["r"]
@@ -168,8 +170,8 @@ def test_what_shares_a_failed_row_s_blocks_is_not_brought_back_from_host_memory(
     assert sequence.state is State.WAITING
 
 
-def test_drafts_and_pooled_numbers_are_told_of_rows_that_were_not_left_out() -> None:
-    """Nor of sequences that have ended."""
+def test_drafts_and_pooled_values_are_not_returned_for_omitted_rows() -> None:
+    """Sequences that have ended get none either."""
     states = {3: State.RUNNING, 4: State.RUNNING, 5: State.ENDED}
     sequences = [
         SimpleNamespace(state=state, update=SimpleNamespace()) for state in states.values()
@@ -191,5 +193,5 @@ def test_drafts_and_pooled_numbers_are_told_of_rows_that_were_not_left_out() -> 
     )
     assert scheduler_of().drafts.accepted(step, result, outputs) == {}
     take_extras(step, result, outputs)
-    told = [vars(sequence.update) for sequence in sequences]
-    assert told == [{"num_draft_tokens": 2, "pooled": "numbers"}, {}, {}]
+    returned = [vars(sequence.update) for sequence in sequences]
+    assert returned == [{"num_draft_tokens": 2, "pooled": "numbers"}, {}, {}]

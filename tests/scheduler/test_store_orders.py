@@ -1,5 +1,4 @@
-"""The scheduler's doors and nothing but messages: which orders stores get, and what their answers
-change.
+"""Which orders stores get and what their answers change, tested only through the scheduler's doors.
 
 Covers `scheduler/reuse/stores.py`.
 """
@@ -36,8 +35,8 @@ KEEPS, WAITS = KVTransfer(keeps=True), KVTransfer(waits=True)
 
 
 class Doors:
-    """A scheduler with stores; the test answers the orders and the plans. gives: what the stores
-    get."""
+    """A scheduler with stores; the test answers the orders and the plans. gives: which blocks the
+    stores get."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class Doors:
         return decisions.orders
 
     def answer(self, order: Order, found: bool | list[bool]) -> list[Order]:
-        """Answer a look-up; what is ordered then."""
+        """Answer a look-up. Return the orders that follow."""
         assert isinstance(order, LookUp)
         there = [found] * len(order.names) if isinstance(found, bool) else found
         answer = LookedUp(order.store, order.request_id, there, order.ticket)
@@ -80,7 +79,7 @@ class Doors:
     def fetched(
         self, order: Order, num_bytes: int = 0, duration_s: float = 0.0, ok: bool = True
     ) -> list[Order]:
-        """Answer a fetch; what is ordered then."""
+        """Answer a fetch. Return the orders that follow."""
         assert isinstance(order, Fetch)
         there = [ok] * len(order.items)
         answer = Fetched(order.store, order.ticket, there, num_bytes, duration_s)
@@ -89,14 +88,14 @@ class Doors:
         return orders
 
     def kept(self, order: Order) -> list[Order]:
-        """Answer that a store has kept all; what is ordered then."""
+        """Answer that a store has kept all blocks. Return the orders that follow."""
         assert isinstance(order, Keep)
         num = len(order.items)
         answer = Kept(order.store, order.ticket, [True] * num, num * BLOCK_BYTES, 0.1)
         return self.scheduler.control(answer, 0.0).orders
 
     def plan(self) -> int | None:
-        """Make a plan; how many blocks it copies to host memory. None if there is none to make."""
+        """Make a plan. Return its number of blocks copied to host memory; None without a plan."""
         plan = self.scheduler.schedule(0.0).plan
         if plan is None:
             return None
@@ -104,7 +103,7 @@ class Doors:
         return sum(len(move.source) for move in plan.moves if move.kind is MoveKind.SWAP_OUT)
 
     def take(self) -> list[Order]:
-        """Take the result of the oldest plan; what is ordered then."""
+        """Take the result of the oldest plan. Return the orders that follow."""
         plan = self.plans.pop(0)
         num = len(plan.sample_rows)
         result = StepResult(plan.step_id, np.full((num, 1), 7, np.int32), np.ones(num, np.int32))
@@ -131,10 +130,10 @@ class Doors:
         return self.scheduler.num_waiting
 
 
-# ---- what is looked up and fetched -------------------------------------------------------------
+# ---- look-ups and fetches ----------------------------------------------------------------------
 
 
-def test_groups_that_keep_all_blocks_are_looked_up_first() -> None:
+def test_full_groups_are_looked_up_before_window_groups() -> None:
     doors = Doors((WINDOW, FULL))
     [look_up] = doors.add("r", PROMPT)
     assert isinstance(look_up, LookUp)
@@ -150,14 +149,14 @@ def test_groups_that_keep_all_blocks_are_looked_up_first() -> None:
         (None, [0, 1, 2]),
     ],
 )
-def test_a_prompt_that_is_handed_over_is_looked_up_in_the_stores_of_its_engine(
+def test_a_handed_over_prompt_is_looked_up_only_in_the_stores_it_names(
     transfer: KVTransfer | None, stores: list[int]
 ) -> None:
     doors = Doors(num_stores=3)
     assert [order.store for order in doors.add("r", PROMPT, transfer)] == stores
 
 
-def test_of_a_window_only_the_blocks_are_fetched_that_the_next_token_sees() -> None:
+def test_a_window_group_fetches_only_the_blocks_that_the_next_token_sees() -> None:
     doors = Doors((FULL, WINDOW))
     [look_up] = doors.add("r", PROMPT)
     [fetch] = doors.answer(look_up, True)
@@ -170,7 +169,7 @@ def test_of_a_window_only_the_blocks_are_fetched_that_the_next_token_sees() -> N
 
 
 @pytest.mark.parametrize(("num_blocks", "is_waited_for"), [(5, True), (4, True), (6, False)])
-def test_blocks_that_were_handed_over_are_waited_for_if_the_last_is_of_this_prompt(
+def test_a_look_up_waits_for_handed_over_blocks_only_of_its_own_prompt(
     num_blocks: int, is_waited_for: bool
 ) -> None:
     doors = Doors()
@@ -183,33 +182,35 @@ def test_blocks_that_were_handed_over_are_waited_for_if_the_last_is_of_this_prom
     assert look_up.wait_s == (stores_file.WAIT_S if is_waited_for else 0.0)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_told", "num_to_come"), [(21, 3, 3), (20, 5, 4)])
-def test_a_look_up_goes_on_until_all_blocks_that_may_come_are_found(
-    num_tokens: int, num_told: int, num_to_come: int
+@pytest.mark.parametrize(
+    ("num_tokens", "num_handed_over", "num_expected"), [(21, 3, 3), (20, 5, 4)]
+)
+def test_a_look_up_is_repeated_until_all_handed_over_blocks_are_found(
+    num_tokens: int, num_handed_over: int, num_expected: int
 ) -> None:
-    """As many as were handed over, but for the block of the last token."""
+    """The block of the last token is not looked up."""
     doors = Doors()
     [look_up] = doors.add("asks", PROMPT)
     assert isinstance(look_up, LookUp)
-    digest = look_up.names[num_told - 1][1]
-    transfer = KVTransfer(waits=True, num_blocks=num_told, digest=digest)
+    digest = look_up.names[num_handed_over - 1][1]
+    transfer = KVTransfer(waits=True, num_blocks=num_handed_over, digest=digest)
     [look_up] = doors.add("waits", PROMPT[:num_tokens], transfer)
     assert isinstance(look_up, LookUp)
     num_names = len(look_up.names)
-    first = [i < num_to_come - 1 for i in range(num_names)]
+    first = [i < num_expected - 1 for i in range(num_names)]
     fetch, look_up = doors.answer(look_up, first)
-    assert isinstance(fetch, Fetch) and len(fetch.items) == num_to_come - 1
+    assert isinstance(fetch, Fetch) and len(fetch.items) == num_expected - 1
     assert isinstance(look_up, LookUp) and len(look_up.names) == num_names - len(fetch.items)
     [last] = doors.answer(look_up, [i == 0 for i in range(len(look_up.names))])
     assert isinstance(last, Fetch) and len(last.items) == 1
 
 
 @pytest.mark.parametrize("transfer", [None, WAITS])
-def test_what_takes_longer_to_fetch_than_to_compute_is_fetched_only_if_it_was_handed_over(
+def test_blocks_slower_to_fetch_than_to_compute_are_fetched_only_if_handed_over(
     transfer: KVTransfer | None,
 ) -> None:
-    """A block takes as long to fetch as seven tokens to compute. To look up two blocks of 21 tokens
-    is worth it, and to fetch them in the place of eight tokens is not."""
+    """Fetching a block takes as long as computing seven tokens. The look-up for 21 tokens pays off;
+    fetching two blocks to save eight tokens does not."""
     doors = Doors()
     [look_up] = doors.add("r", PROMPT[:13])
     [fetch] = doors.answer(look_up, True)
@@ -221,22 +222,22 @@ def test_what_takes_longer_to_fetch_than_to_compute_is_fetched_only_if_it_was_ha
     assert len(fetches) == (transfer is not None)
 
 
-def test_a_prompt_that_is_shorter_than_its_last_state_is_not_waited_for() -> None:
-    """Blocks of one token: with one token more there is one to wait for."""
+def test_a_prompt_too_short_for_a_stored_state_is_not_looked_up() -> None:
+    """Blocks have one token, so the longest prompt has one block to look up."""
     for num_tokens in (PROMPT_TAIL, PROMPT_TAIL + 1, PROMPT_TAIL + 2):
         doors = Doors((FULL, STATES), size=1)
         orders = doors.add("r", PROMPT[:num_tokens], WAITS)
         assert len(orders) == (num_tokens > PROMPT_TAIL + 1), num_tokens
 
 
-# ---- what is told of it ------------------------------------------------------------------------
+# ---- reports -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
-def test_a_report_tells_what_a_store_brought_from_what_host_memory_had(
+def test_a_report_distinguishes_hits_of_stores_from_hits_of_host_memory(
     groups: tuple[CacheGroup, ...],
 ) -> None:
-    """The second request waits for nothing: to it, the same blocks were in host memory."""
+    """For the second request, the fetched blocks are hits in host memory."""
     doors = Doors(groups)
     [look_up] = doors.add("first", PROMPT)
     [fetch] = doors.answer(look_up, True)
@@ -250,18 +251,18 @@ def test_a_report_tells_what_a_store_brought_from_what_host_memory_had(
     assert report == PrefixReport(host=20)
 
 
-def test_an_answer_names_blocks_for_another_engine_only_if_the_request_came_to_its_end() -> None:
-    for error, is_told in (("", True), ("garbage", False)):
+def test_a_failed_request_hands_over_no_blocks_to_another_engine() -> None:
+    for error, is_handed_over in (("", True), ("garbage", False)):
         doors = Doors()
         [look_up] = doors.add("r", PROMPT, KEEPS)
         doors.answer(look_up, False)
         _, [update], _ = doors.step(error)
         assert update.finish is not None
         assert update.finish.reason == ("error" if error else "length")
-        assert (update.handed_over is not None) == is_told
+        assert (update.handed_over is not None) == is_handed_over
 
 
-def test_an_answer_names_the_blocks_of_the_prompt_and_none_of_the_output() -> None:
+def test_only_blocks_of_the_prompt_are_handed_over() -> None:
     doors = Doors()
     [look_up] = doors.add("r", PROMPT, KEEPS, num=12)
     doors.answer(look_up, False)
@@ -272,8 +273,10 @@ def test_an_answer_names_the_blocks_of_the_prompt_and_none_of_the_output() -> No
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, STATES)])
-def test_what_stores_brought_and_what_was_here_is_counted(groups: tuple[CacheGroup, ...]) -> None:
-    """Of the state of a hit, the last block."""
+def test_the_view_counts_fetched_blocks_and_blocks_that_were_cached(
+    groups: tuple[CacheGroup, ...],
+) -> None:
+    """The state group counts only the last block of a hit."""
     doors, num = Doors(groups), len(groups)
     stores = doors.scheduler.stores
     assert stores is not None and stores.view() == StoresView(0, 0, 0, 0, 0)
@@ -287,11 +290,11 @@ def test_what_stores_brought_and_what_was_here_is_counted(groups: tuple[CacheGro
     assert stores.view().num_here == num_fetched
 
 
-# ---- what is given -----------------------------------------------------------------------------
+# ---- blocks for stores -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_stores", [1, 2])
-def test_blocks_wait_for_the_one_host_block_until_all_stores_have_copied_it(
+def test_blocks_wait_until_all_stores_have_copied_the_only_host_block(
     num_stores: int,
 ) -> None:
     doors = Doors(num_stores=num_stores, gives=COMPUTED, num_host_blocks=1)
@@ -311,7 +314,7 @@ def test_blocks_wait_for_the_one_host_block_until_all_stores_have_copied_it(
     assert (view.num_kept, view.num_kept_bytes) == (num_kept, num_kept * BLOCK_BYTES)
 
 
-def test_blocks_that_no_host_block_will_ever_take_are_given_up() -> None:
+def test_blocks_for_stores_are_dropped_without_host_memory() -> None:
     doors = Doors(gives=COMPUTED, num_host_blocks=0)
     for look_up in doors.add("r", PROMPT):
         doors.answer(look_up, False)
@@ -320,18 +323,20 @@ def test_blocks_that_no_host_block_will_ever_take_are_given_up() -> None:
     assert doors.plan() is None and not doors.scheduler.has_work
 
 
-@pytest.mark.parametrize(("most_bytes", "room"), [(250, 2), (99, 1), (1 << 20, 256)])
-def test_as_many_blocks_are_copied_at_once_as_their_bytes_allow_and_one_always(
-    monkeypatch: pytest.MonkeyPatch, most_bytes: int, room: int
+@pytest.mark.parametrize(("max_bytes", "room"), [(250, 2), (99, 1), (1 << 20, 256)])
+def test_the_byte_limit_of_copies_always_allows_one_block(
+    monkeypatch: pytest.MonkeyPatch, max_bytes: int, room: int
 ) -> None:
-    monkeypatch.setattr(keeping, "MAX_KEEP_BYTES", most_bytes)
+    monkeypatch.setattr(keeping, "MAX_KEEP_BYTES", max_bytes)
     stores = Doors(gives=COMPUTED).scheduler.stores
     assert stores is not None and stores.room == room
 
 
-def test_blocks_that_are_being_copied_or_kept_take_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks at once, while the request goes on: the plan behind the one that copies them has
-    no room, nor has any until the store has kept them."""
+def test_blocks_being_copied_or_stored_count_against_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At most two blocks are in flight, while the request runs. After the plan that copies them, no
+    plan copies any until the store has kept them."""
     monkeypatch.setattr(keeping, "MAX_KEEP_BYTES", 2 * BLOCK_BYTES)
     doors = Doors(gives=COMPUTED, depth=2)
     [look_up] = doors.add("r", PROMPT, num=9)
@@ -346,7 +351,7 @@ def test_blocks_that_are_being_copied_or_kept_take_room(monkeypatch: pytest.Monk
     assert doors.plan() == 2
 
 
-def test_one_block_that_waits_is_work() -> None:
+def test_a_single_waiting_block_counts_as_work() -> None:
     doors = Doors(gives=COMPUTED)
     doors.add("r", PROMPT[:4])
     doors.step()
@@ -356,17 +361,17 @@ def test_one_block_that_waits_is_work() -> None:
     assert not doors.scheduler.has_work
 
 
-# ---- how fast a store is -----------------------------------------------------------------------
+# ---- speed of a store --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "duration_s", "ok"), [(0, 1.0, False), (0, 0.0, False), (500, 0.0, True)]
 )
-def test_a_fetch_without_bytes_or_time_says_nothing_of_a_store_s_speed(
+def test_a_fetch_without_bytes_or_time_does_not_change_a_store_s_speed(
     num_bytes: int, duration_s: float, ok: bool
 ) -> None:
-    """Five blocks take 1/60 s to fetch, and 1/50 s to compute: at half the speed nobody would look
-    them up."""
+    """Five blocks take 1/60 s to fetch, and 1/50 s to compute. At half that speed, no look-up would
+    be made."""
     doors = Doors()
     doors.scheduler.control(MeasuredRates(prefill_tokens_per_s=21 * 50), 0.0)
     for i, measured in enumerate([(500, 1 / 60, True), (num_bytes, duration_s, ok)]):
@@ -378,7 +383,7 @@ def test_a_fetch_without_bytes_or_time_says_nothing_of_a_store_s_speed(
 
 
 @pytest.mark.parametrize("duration_s", [1 / 49, 1 / 50])
-def test_a_store_that_takes_as_long_as_computing_does_is_not_asked(duration_s: float) -> None:
+def test_a_store_that_is_no_faster_than_computing_gets_no_look_up(duration_s: float) -> None:
     doors = Doors()
     doors.scheduler.control(MeasuredRates(prefill_tokens_per_s=21 * 50), 0.0)
     [look_up] = doors.add("r", PROMPT)
@@ -387,8 +392,8 @@ def test_a_store_that_takes_as_long_as_computing_does_is_not_asked(duration_s: f
     assert doors.add("next", [9, *PROMPT[1:]]) == [] and doors.num_waiting == 2
 
 
-def test_blocks_that_are_on_their_way_are_waited_for_and_not_fetched_twice() -> None:
-    """The second request comes in with the first one, and fetches only what it lacks besides."""
+def test_requests_wait_for_blocks_in_flight_and_do_not_fetch_them_twice() -> None:
+    """A longer prompt fetches only the block that the first fetch does not bring."""
     doors = Doors()
     longer = [*PROMPT[:20], 30, 31, 32, 33, 34]
     look_ups = [order for name in ("a", "b") for order in doors.add(name, PROMPT)]
@@ -403,11 +408,11 @@ def test_blocks_that_are_on_their_way_are_waited_for_and_not_fetched_twice() -> 
     assert doors.num_waiting == 3
 
 
-# ---- what is removed ---------------------------------------------------------------------------
+# ---- removals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gives", [NOTHING, EVICTED, COMPUTED])
-def test_blocks_of_a_request_that_fails_do_not_wait_to_be_given(gives: str) -> None:
+def test_blocks_of_a_failed_request_do_not_wait_for_stores(gives: str) -> None:
     doors = Doors(gives=gives)
     [look_up] = doors.add("r", PROMPT)
     doors.answer(look_up, False)
@@ -418,7 +423,7 @@ def test_blocks_of_a_request_that_fails_do_not_wait_to_be_given(gives: str) -> N
     assert stores.offers is None or stores.offers.num_waiting == 0
 
 
-def test_what_one_store_has_found_is_not_fetched_once_it_is_removed() -> None:
+def test_blocks_found_in_a_store_are_not_fetched_after_their_removal() -> None:
     """The request waits for the other store's answer while another one fails on the same blocks."""
     doors = Doors(num_stores=2)
     failing = doors.add("fails", PROMPT)
@@ -433,7 +438,7 @@ def test_what_one_store_has_found_is_not_fetched_once_it_is_removed() -> None:
     assert doors.num_waiting == 1
 
 
-def test_nothing_is_removed_for_a_request_without_a_full_block() -> None:
+def test_a_failed_request_without_a_full_block_removes_nothing() -> None:
     doors = Doors()
     assert doors.add("r", PROMPT[:3]) == []
     _, [update], orders = doors.step("garbage")

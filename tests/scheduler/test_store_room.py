@@ -12,9 +12,9 @@ from tests.scheduler.test_stores import (
     OTHER,
     PROMPT,
     Lab,
+    expected,
     look_up,
     stored_prompt,
-    wanted,
 )
 from tests.support.scheduler.fake_stores import BLOCK
 
@@ -47,12 +47,12 @@ def test_a_fetch_waits_until_host_memory_has_room(fails: bool) -> None:
     [fetch] = lab.orders()
     assert isinstance(fetch, Fetch) and len(fetch.items) == 4
     lab.stores.submit([fetch])
-    assert lab.finish(first) == wanted(PROMPT)
-    assert lab.finish(second) == wanted(OTHER)
+    assert lab.finish(first) == expected(PROMPT)
+    assert lab.finish(second) == expected(OTHER)
     assert sequence.num_cached_tokens == 4 * BLOCK
 
 
-def test_a_small_fetch_does_not_pass_one_that_waits() -> None:
+def test_a_small_fetch_does_not_overtake_a_waiting_one() -> None:
     lab, small = Lab(gives=COMPUTED), list(range(41, 50))
     names = stored_prompt(lab, small)
     _, _, fetch = deferred_fetch(lab)
@@ -68,19 +68,21 @@ def test_a_small_fetch_does_not_pass_one_that_waits() -> None:
 
 
 @pytest.mark.parametrize("is_reset", [True, False])
-def test_a_fetch_that_waits_is_dropped(is_reset: bool) -> None:
+def test_a_waiting_fetch_is_dropped_on_a_reset_or_an_abort(is_reset: bool) -> None:
     lab = Lab(gives=COMPUTED)
     first, second, fetch = deferred_fetch(lab)
     lab.core.control(ResetPrefixCache() if is_reset else Abort(second.request_id))
     lab.stores.submit([fetch])
-    assert lab.finish(first) == wanted(PROMPT)
+    assert lab.finish(first) == expected(PROMPT)
     assert not [order for order in lab.orders() if isinstance(order, Fetch)]
     if is_reset:
-        assert lab.finish(second) == wanted(OTHER)
+        assert lab.finish(second) == expected(OTHER)
 
 
-def test_a_fetch_waits_for_a_part_of_host_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts need four blocks, of which host memory has three, and writes never end."""
+def test_a_fetch_larger_than_host_memory_takes_the_room_that_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prompts need four blocks, host memory has room for three, and writes never end."""
     lab = Lab(gives=COMPUTED)
     digests = stored_prompt(lab) + stored_prompt(lab, OTHER)
     lab.kv.forget(digests)
@@ -117,7 +119,7 @@ def test_a_fetch_waits_for_a_part_of_host_memory_at_most(monkeypatch: pytest.Mon
         tier.release(0, block)
     lab.stores.submit([fetch])
     answers = [lab.finish(first), lab.finish(second)]  # in the order of their ends
-    assert wanted(OTHER) in answers and wanted(PROMPT) in answers
+    assert expected(OTHER) in answers and expected(PROMPT) in answers
 
 
 @pytest.mark.parametrize("is_stored", [True, False])

@@ -38,8 +38,8 @@ OTHER = list(range(21, 41))
 
 
 class Lab:
-    """A core over a device of 12 blocks, one row, and stores that answer when they are told to.
-    kept: what the stores have from an engine before; gives: what they get from this one."""
+    """A core with a device of 12 blocks, one row, and stores that answer on `answer`.
+    kept: the stores of an earlier engine; gives: which blocks this engine's stores get."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Lab:
         self.num_requests = 0
 
     def orders(self) -> list[Order]:
-        """What stores were told, taken out of their hands."""
+        """Take the pending orders away from the stores."""
         assert self.scheduler.stores is not None
         orders = self.scheduler.orders
         self.stores.submit(orders.copy())
@@ -93,7 +93,7 @@ class Lab:
         return request
 
     def answer(self) -> None:
-        """Let stores carry out all that they were told."""
+        """Let the stores carry out all pending orders."""
         while (answer := self.stores.answer(0, fails=False)) is not None:
             self.core.control(answer)
 
@@ -104,7 +104,7 @@ class Lab:
         return found
 
     def finish(self, request: Request) -> list[int] | str:
-        """What a request gets: its tokens, or the error."""
+        """Run a request to its end. Return its tokens, or its error."""
         tokens: list[int] = []
         for _ in range(30):
             self.answer()
@@ -118,13 +118,13 @@ class Lab:
         return self.finish(self.add(prompt, num=num))
 
     def evict(self) -> None:
-        """Have other prompts take the device's memory, and what was evicted kept."""
+        """Fill the device's memory with other prompts. The stores keep the evicted blocks."""
         for i in range(3):
             self.generate([30 + i, *OTHER])
         self.answer()
 
 
-def wanted(prompt: list[int], num: int = 2) -> list[int]:
+def expected(prompt: list[int], num: int = 2) -> list[int]:
     return expected_tokens(make_request("", prompt, max_tokens=num), MAX_LEN)
 
 
@@ -139,7 +139,7 @@ def all_names(orders: list[Order]) -> set[bytes]:
 # ---- answers -----------------------------------------------------------------------------------
 
 
-def test_the_answer_to_a_request_that_has_ended_is_not_that_of_another_with_its_id() -> None:
+def test_an_answer_for_an_ended_request_does_not_reach_a_new_one_with_its_id() -> None:
     lab = Lab()
     lab.add(PROMPT, "again")
     [first] = lab.orders()
@@ -149,7 +149,7 @@ def test_the_answer_to_a_request_that_has_ended_is_not_that_of_another_with_its_
     assert isinstance(first, LookUp) and isinstance(second, LookUp)
     assert len(first.names) < len(second.names)
     lab.core.control(LookedUp(0, "again", [True] * len(first.names), first.ticket))
-    assert lab.scheduler.num_waiting == 0 and not lab.orders()  # it waits for its own
+    assert lab.scheduler.num_waiting == 0 and not lab.orders()  # it waits for its own answer
     lab.core.control(LookedUp(0, "again", [False] * len(second.names), second.ticket))
     assert lab.scheduler.num_waiting == 1
 
@@ -157,7 +157,7 @@ def test_the_answer_to_a_request_that_has_ended_is_not_that_of_another_with_its_
 # ---- a reset -----------------------------------------------------------------------------------
 
 
-def test_a_reset_lets_those_go_on_who_wait_for_stores() -> None:
+def test_a_reset_resumes_requests_that_wait_for_stores() -> None:
     lab = Lab(num_stores=2)
     looked_up, fetched = lab.add(PROMPT), lab.add([*PROMPT[:8], 40, 41, 42])
     first, second, *others = lab.orders()
@@ -169,19 +169,19 @@ def test_a_reset_lets_those_go_on_who_wait_for_stores() -> None:
     assert isinstance(fetch, Fetch)
     lab.core.control(ResetPrefixCache("new"))
     assert lab.scheduler.num_waiting == 2 and not lab.orders()
-    # What comes now is taken by nobody.
+    # Answers that arrive now are ignored.
     lab.core.control(LookedUp(0, looked_up.request_id, [True] * len(first.names), first.ticket))
     lab.core.control(Fetched(fetch.store, fetch.ticket, [True] * len(fetch.items), 10, 0.1))
     assert not lab.orders()
     assert lab.kv.host_pools[0].num_indexed == lab.kv.host_pools[0].num_used == 0
-    assert lab.finish(looked_up) == wanted(PROMPT)
-    assert lab.finish(fetched) == wanted(fetched.prompt_token_ids)
+    assert lab.finish(looked_up) == expected(PROMPT)
+    assert lab.finish(fetched) == expected(fetched.prompt_token_ids)
 
 
 @pytest.mark.parametrize("epochs", [["a"], ["a", "b"]])
-def test_nothing_of_before_a_reset_is_found_and_stores_serve_on(epochs: list[str]) -> None:
+def test_no_block_from_before_a_reset_is_found_and_stores_stay_in_use(epochs: list[str]) -> None:
     lab = Lab()
-    assert lab.generate(PROMPT) == wanted(PROMPT)
+    assert lab.generate(PROMPT) == expected(PROMPT)
     lab.evict()
     old = set(lab.stores.kept[0])
     assert len(old) >= 5
@@ -195,29 +195,29 @@ def test_nothing_of_before_a_reset_is_found_and_stores_serve_on(epochs: list[str
         assert not lab.scheduler.stores.num_fetched  # type: ignore[union-attr]
         lab.evict()
         old |= set(lab.stores.kept[0])
-    # Within the epoch memory and stores are used as ever.
+    # Within the epoch, memory and stores are used as before.
     lab.kv.reset_prefix_cache()
-    assert lab.generate(PROMPT) == wanted(PROMPT)
+    assert lab.generate(PROMPT) == expected(PROMPT)
     assert lab.scheduler.stores.num_fetched >= 4  # type: ignore[union-attr]
-    # The old epoch's blocks are as they were, for other engines.
+    # Other engines still find the old epoch's blocks.
     other = Lab(kept=lab.stores)
-    assert other.generate(PROMPT) == wanted(PROMPT)
+    assert other.generate(PROMPT) == expected(PROMPT)
     assert other.scheduler.stores.num_fetched >= 4  # type: ignore[union-attr]
 
 
-def test_what_a_running_request_computes_on_old_blocks_gets_names_that_nobody_has() -> None:
-    """Its blocks after the reset were computed from those before it: with other weights they are
-    neither the old cache's nor the new one's."""
+def test_blocks_computed_after_a_reset_from_older_blocks_get_unique_names() -> None:
+    """They depend on blocks of the old epoch. With other weights, they would be valid in neither
+    epoch."""
     lab = Lab(budget=40)
     running = lab.add(PROMPT, num=14)
     lab.answer()
     lab.step()
     old_root = lab.scheduler.lifecycle.sequences[running.request_id].root
     lab.core.control(ResetPrefixCache("new"))
-    assert lab.finish(running) == wanted(PROMPT, 14)[1:]
+    assert lab.finish(running) == expected(PROMPT, 14)[1:]
     during = {lab.kv.pools[0].digest_of(b) for b in range(12)} - {None}
     assert len(during) == 3
-    tokens = [*PROMPT, *wanted(PROMPT, 14)]
+    tokens = [*PROMPT, *expected(PROMPT, 14)]
     lab.add([*tokens, 1], "the same")
     new_root = lab.scheduler.lifecycle.sequences["the same"].root
     for root in (old_root, new_root):
@@ -232,7 +232,7 @@ def test_what_a_running_request_computes_on_old_blocks_gets_names_that_nobody_ha
     assert during & kept and kept.isdisjoint(old)
 
 
-def test_at_the_end_only_an_engine_that_was_not_reset_keeps_what_it_has() -> None:
+def test_keep_cached_copies_blocks_only_if_the_cache_was_not_reset() -> None:
     for is_reset in (False, True):
         lab = Lab()
         if is_reset:
@@ -246,7 +246,7 @@ def test_at_the_end_only_an_engine_that_was_not_reset_keeps_what_it_has() -> Non
 
 
 def poisoned(lab: Lab) -> None:
-    """Blocks of PROMPT hold garbage that nobody has noticed: it was computed without sampling."""
+    """Put garbage into a block of PROMPT. No step notices it, since no token is sampled from it."""
     request = lab.add(PROMPT)
     lab.answer()
     lab.step()
@@ -261,7 +261,7 @@ def has_garbage(stores: FakeStores) -> bool:
     return any((block == GARBAGE).any() for kept in stores.kept for block in kept.values())
 
 
-def test_what_a_failed_request_may_have_taken_from_a_store_is_removed_there() -> None:
+def test_blocks_that_a_failed_request_may_have_used_are_removed_from_stores() -> None:
     lab = Lab(num_stores=2)
     poisoned(lab)
     lab.evict()
@@ -269,15 +269,15 @@ def test_what_a_failed_request_may_have_taken_from_a_store_is_removed_there() ->
     assert lab.generate(PROMPT) == "garbage"
     lab.answer()
     assert not has_garbage(lab.stores)
-    assert lab.generate(PROMPT) == wanted(PROMPT)
-    for _ in range(2):  # after a restart, from what is left and then from what came since
+    assert lab.generate(PROMPT) == expected(PROMPT)
+    for _ in range(2):  # after a restart, from the remaining blocks and then from newer ones
         other = Lab(num_stores=2, kept=lab.stores)
-        assert other.generate(PROMPT) == wanted(PROMPT)
+        assert other.generate(PROMPT) == expected(PROMPT)
         lab.evict()
 
 
-def test_what_is_on_its_way_when_a_request_fails_is_not_taken_in() -> None:
-    """To a store, and from it for another request of the same prefix."""
+def test_blocks_in_transfer_when_a_request_fails_are_not_cached() -> None:
+    """This holds for blocks on their way to a store, and for those fetched for another request."""
     lab = Lab()
     poisoned(lab)
     failing = lab.add(PROMPT)  # it begins with the garbage in the device's memory
@@ -297,7 +297,7 @@ def test_what_is_on_its_way_when_a_request_fails_is_not_taken_in() -> None:
     for _, digest, _ in fetch.items:
         assert (lab.kv.host_pools[0].lookup(digest) is not None) == (digest not in names)
     assert failing.request_id not in lab.scheduler.lifecycle.sequences
-    assert lab.finish(waiting) == wanted(waiting.prompt_token_ids)
+    assert lab.finish(waiting) == expected(waiting.prompt_token_ids)
 
 
 class EarlyCurse(FakeDevice):
@@ -310,8 +310,8 @@ class EarlyCurse(FakeDevice):
         return super().run(plan, masks)
 
 
-def test_a_step_that_failed_as_a_whole_may_have_copied_nothing_out() -> None:
-    """What its plan was to copy to host memory is neither a hit there nor kept in a store."""
+def test_swap_outs_of_a_step_that_failed_as_a_whole_are_not_used() -> None:
+    """Blocks that its plan was to copy are no hits in host memory, and no store keeps them."""
     lab = Lab(budget=40)
     lab.device.__class__ = EarlyCurse
     lab.generate(PROMPT)
@@ -321,7 +321,7 @@ def test_a_step_that_failed_as_a_whole_may_have_copied_nothing_out() -> None:
     assert "at once" in lab.generate([9, 9, *PROMPT, 7, 7, 7, 7, 7, 7, 7])
     assert not any(isinstance(order, Keep) for order in lab.orders())
     for prompt in (PROMPT, OTHER):
-        assert lab.generate(prompt) == wanted(prompt)
+        assert lab.generate(prompt) == expected(prompt)
     assert np.isin(-1, lab.device.host_slots[0]), "nothing was written there"
 
 
@@ -340,7 +340,7 @@ def test_all_blocks_but_the_one_of_the_last_token_are_looked_up(
     assert isinstance(order, LookUp) and len(order.names) == num_blocks
 
 
-def test_a_look_up_that_finds_nothing_looks_at_no_block_of_the_hit(
+def test_a_look_up_without_hits_checks_only_the_first_missing_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab()
@@ -358,7 +358,7 @@ def test_a_look_up_that_finds_nothing_looks_at_no_block_of_the_hit(
     assert len(set(looked_at)) == 1  # the first missing block
 
 
-def test_what_is_there_is_not_looked_up() -> None:
+def test_cached_blocks_are_not_looked_up_in_stores() -> None:
     lab = Lab()
     lab.generate(PROMPT)
     lab.answer()
@@ -372,7 +372,7 @@ def test_what_is_there_is_not_looked_up() -> None:
 
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_blocks_lost_while_a_request_waits_are_fetched_when_its_turn_comes(is_stored: bool) -> None:
-    """It was not looked up on arrival, since all was here. Others start meanwhile."""
+    """On arrival all blocks were cached, so there was no look-up. Other requests run meanwhile."""
     lab = Lab(gives=COMPUTED if is_stored else NOTHING)
     lab.generate(PROMPT)
     lab.generate([49])  # so that a plan copies what the first request computed
@@ -391,7 +391,7 @@ def test_blocks_lost_while_a_request_waits_are_fetched_when_its_turn_comes(is_st
     while third.request_id in waiting:
         lab.step()  # without answers of stores
     assert sequence.row < 0, "the look-up comes first"
-    assert lab.finish(second) == wanted(PROMPT)
+    assert lab.finish(second) == expected(PROMPT)
     assert sequence.num_cached_tokens == (4 * BLOCK if is_stored else 0)
     assert not stores_of(lab).waiting
 
@@ -412,7 +412,7 @@ def test_a_waiting_request_is_not_looked_up_again_after_a_reset() -> None:
     while first.request_id in sequences:
         lab.step()
     assert not stores_of(lab).waiting
-    assert lab.finish(second) == wanted(PROMPT)
+    assert lab.finish(second) == expected(PROMPT)
     assert not [order for order in lab.stores.pending if isinstance(order, LookUp)]
 
 
@@ -452,12 +452,12 @@ def test_blocks_lost_during_a_look_up_are_looked_up_once(is_stored: bool) -> Non
     fetched = digests[1:4] if is_stored else digests[1:2]
     assert isinstance(fetch, Fetch) and [digest for _, digest, _ in fetch.items] == fetched
     lab.stores.submit([fetch])
-    assert lab.finish(request) == wanted(PROMPT)
+    assert lab.finish(request) == expected(PROMPT)
     assert sequence.num_cached_tokens == BLOCK * (1 + len(fetched))
 
 
 def test_blocks_lost_during_a_fetch_are_looked_up() -> None:
-    """The request holds what remains, so the second fetch evicts nothing of it."""
+    """The request holds its remaining blocks, so the second fetch does not evict them."""
     lab = Lab(gives=COMPUTED)
     digests = stored_prompt(lab)
     lab.kv.forget(digests[2:])
@@ -471,13 +471,13 @@ def test_blocks_lost_during_a_fetch_are_looked_up() -> None:
     assert answer is not None
     lab.core.control(answer)
     assert look_up(lab, request) == digests[:1]
-    assert stores_of(lab).held_blocks(0), "what is here is held"
-    assert lab.finish(request) == wanted(PROMPT)
+    assert stores_of(lab).held_blocks(0), "the cached blocks are held"
+    assert lab.finish(request) == expected(PROMPT)
     assert sequence.num_cached_tokens == 4 * BLOCK
 
 
 def test_fetched_blocks_do_not_evict_the_blocks_before_them() -> None:
-    """Host memory is full, and the beginning of the prompt is what it used longest ago."""
+    """Host memory is full, and the beginning of the prompt is least recently used."""
     lab = Lab(gives=COMPUTED)
     digests = stored_prompt(lab)
     lab.kv.forget(digests[2:])
@@ -494,11 +494,11 @@ def test_fetched_blocks_do_not_evict_the_blocks_before_them() -> None:
     ]  # fmt: skip
     request = lab.add(PROMPT)
     sequence = lab.scheduler.lifecycle.sequences[request.request_id]
-    assert lab.finish(request) == wanted(PROMPT)
+    assert lab.finish(request) == expected(PROMPT)
     assert sequence.num_cached_tokens == 4 * BLOCK
 
 
-def test_a_store_s_speed_is_a_mean_that_forgets() -> None:
+def test_a_store_s_speed_is_an_exponential_moving_average() -> None:
     stores = stores_of(Lab())
     stores._measure(0, 100.0)
     assert stores._bytes_per_s[0] == pytest.approx(100.0)

@@ -1,4 +1,4 @@
-"""Steps that fail where layers remember a state: who goes back, who is alone, and who is guilty."""
+"""Failed steps with state layers: which rows are rewound, which are planned alone, which end."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ class FailsAt(FakeDevice):
 
 
 class NoSwaps(FakeDevice):
-    """Host memory that takes nothing."""
+    """Host memory to which all copies fail."""
 
     num_failed = 0
 
@@ -52,7 +52,7 @@ def driver_of(device: type, groups: tuple[CacheGroup, ...], **settings: Any) -> 
     return driver
 
 
-def ask(driver: Driver, length: int = 20) -> None:
+def add_requests(driver: Driver, length: int = 20) -> None:
     for number, (name, num_tokens) in enumerate(PROMPTS.items()):
         prompt = list(range(number * 10, number * 10 + num_tokens))
         driver.core.add(make_request(name, prompt, max_tokens=length, seed=number))
@@ -69,11 +69,11 @@ def are_as_expected(driver: Driver, names: str = "abc", length: int = 20) -> boo
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("step", [0, 1, 7])
-def test_a_step_that_fails_by_chance_costs_nobody(depth: int, step: int) -> None:
-    """And each of its rows is alone in a plan until it is where it was."""
+def test_a_step_that_fails_by_chance_ends_no_request(depth: int, step: int) -> None:
+    """Each of its rows is planned alone until it has caught up."""
     driver = driver_of(FailsAt, HYBRID, pipeline_depth=depth)
     driver.device.fails_at = step
-    ask(driver)
+    add_requests(driver)
     suspects, alone = driver.scheduler.lifecycle.suspects, set()
     for _ in range(200):
         was = set(suspects.until)
@@ -91,18 +91,18 @@ def test_a_step_that_fails_by_chance_costs_nobody(depth: int, step: int) -> None
     assert are_as_expected(driver)
 
 
-def test_of_those_in_a_step_that_fails_only_the_guilty_one_ends() -> None:
+def test_only_the_request_that_makes_a_step_fail_ends() -> None:
     driver = driver_of(FakeDevice, HYBRID, pipeline_depth=2)
     driver.device.curses[1] = Curse(16, raises=True)
-    ask(driver)
+    add_requests(driver)
     driver.finish()
     assert driver.device.num_raised == 2, "once with the others, once alone"
     assert are_as_expected(driver, "ac")
     assert 1 <= len(driver.output["b", 0]) < 20
 
 
-def test_who_fails_alone_goes_back_to_its_last_state() -> None:
-    """Which is behind the last full block that it has computed."""
+def test_a_row_that_fails_alone_resumes_from_its_last_state() -> None:
+    """That is the state after its last computed full block."""
     driver = driver_of(FailsAt, HYBRID)
     driver.core.add(make_request("a", list(range(9)), max_tokens=30, seed=0))
     driver.device.fails_at = 20
@@ -115,18 +115,18 @@ def test_who_fails_alone_goes_back_to_its_last_state() -> None:
 
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID])
-def test_swaps_that_always_fail_are_nobodys_fault(groups: tuple[CacheGroup, ...]) -> None:
-    """Who was to be swapped out computes again."""
+def test_swaps_that_always_fail_end_no_request(groups: tuple[CacheGroup, ...]) -> None:
+    """The sequences that could not be swapped out are recomputed."""
     settings = {"num_blocks": 16, "preemption_mode": "swap", "pipeline_depth": 2}
     driver = driver_of(NoSwaps, groups, **settings)
-    ask(driver, 40)
+    add_requests(driver, 40)
     driver.finish()
     assert driver.device.num_failed > 0
     assert are_as_expected(driver, length=40)
 
 
-def test_a_row_forked_from_one_that_goes_back_goes_back_too() -> None:
-    """It is in a plan of its own in flight, behind the one that was to fork it."""
+def test_a_row_forked_from_a_rewound_row_is_rewound_too() -> None:
+    """It is in a plan in flight after the plan that was to fork it."""
     settings = {"pipeline_depth": 3, "max_num_batched_tokens": 5, "max_num_seqs": 2}
     driver = driver_of(FailsAt, HYBRID[1:], **settings)
     driver.device.fails_at = 0

@@ -68,13 +68,13 @@ def test_preemption_by_recomputation() -> None:
 
 
 def test_preemption_by_swapping() -> None:
-    """What was computed is computed still when the row comes back."""
+    """The computed tokens still count as computed when the row resumes."""
     scheduler = scheduler_of(Fifo, budget=8, blocks=16, preemption_mode="swap")
     scheduler.control(MeasuredRates(1.0, 1e9), 0.0)
     add(scheduler, "a", 8)
     add(scheduler, "b", 8)
-    heard = listen(scheduler)
-    while not any(isinstance(event, Preempted) for event in heard):
+    events = listen(scheduler)
+    while not any(isinstance(event, Preempted) for event in events):
         step(scheduler)
     swapped = scheduler.lifecycle.sequences["b"].num_swapped_tokens
     known = scheduler.lifecycle.sequences["b"].num_known_tokens
@@ -110,7 +110,7 @@ def test_streaming_prefill() -> None:
 
 
 def test_a_prefilled_request_is_handed_over() -> None:
-    """A decode worker begins behind the blocks that a prefill worker has kept."""
+    """A decode worker begins after the blocks that a prefill worker has stored."""
     prompt = list(range(1, 11))
     first = Lab()
     first.add(prompt, num=1, transfer=KVTransfer(keeps=True))
@@ -129,8 +129,8 @@ def test_a_prefilled_request_is_handed_over() -> None:
 
 @pytest.mark.parametrize("num_rejected", [0, 1, 3])
 def test_a_draft_is_verified(num_rejected: int) -> None:
-    """A draft of three behind 20 known tokens of which 19 are computed: with all of it rejected it
-    is a plain step, with none of it the same as four."""
+    """Three draft tokens follow 20 known tokens, of which 19 are computed. If all are rejected, the
+    step equals one plain step; if none is, it equals four."""
     scheduler = scheduler_of(Fifo, budget=32)
     add(scheduler, "a", 19)
     step(scheduler)
@@ -139,7 +139,7 @@ def test_a_draft_is_verified(num_rejected: int) -> None:
     plan = scheduler.schedule(0.0).plan
     assert plan is not None and plan.num_tokens.tolist() == [4]
     assert counters(scheduler, "a") == "23/24"
-    assert scheduler.schedule(0.0).plan is None, "it is not known where the row goes on"
+    assert scheduler.schedule(0.0).plan is None, "the row's next position is not known"
     given = [[3, 5, 7, 9][: 4 - num_rejected]]
     accepted = np.array([4 - num_rejected], np.int32)
     scheduler.update(StepResult(plan.step_id, np.array(given, np.int32), accepted), 0.0)
@@ -148,7 +148,7 @@ def test_a_draft_is_verified(num_rejected: int) -> None:
     assert counters(scheduler, "a") == f"{24 - num_rejected}/{25 - num_rejected}"
 
 
-def test_all_rows_of_a_step_move_alike() -> None:
+def test_all_rows_of_a_step_advance_by_the_same_rule() -> None:
     """Prefill, a chunk, decode, a hit and a piece in one plan."""
     scheduler = scheduler_of(Fifo, budget=18)
     add(scheduler, "decodes", 8)

@@ -29,7 +29,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 def owner(row: int) -> SimpleNamespace:
-    """A sequence, as far as it is looked at."""
+    """Return a stand-in for a sequence."""
     return SimpleNamespace(request=f"request of row {row}")
 
 
@@ -57,9 +57,9 @@ def load(source: int, destination: int) -> Move:
     return Move("load", 0, ints(source), ints(destination))
 
 
-def test_what_a_failed_row_computed_breaks_whoever_loads_it_from_the_host() -> None:
-    """Block 5 goes out to host block 2 and comes back as block 7; 8 and 9 have nothing to do
-    with it."""
+def test_a_row_that_loads_a_failed_row_s_block_from_the_host_is_tainted() -> None:
+    """Block 5 is swapped out to host block 2 and loaded as block 7. Blocks 8 and 9 are
+    unrelated."""
     flights = [
         flight(1, [0, 1], [(0, [[]], [[5]]), (1, [[8]], [[9]])]),
         flight(2, [1], [], (swap(5, 2), swap(9, 3))),
@@ -70,8 +70,8 @@ def test_what_a_failed_row_computed_breaks_whoever_loads_it_from_the_host() -> N
     assert broken.host == [{2}]
 
 
-def test_swaps_that_were_lost_break_whoever_loads_them() -> None:
-    """Also where no row has failed; a later swap to the same host block makes it good again."""
+def test_a_row_that_loads_a_lost_swap_is_tainted() -> None:
+    """No row has failed here. A later swap to the same host block makes it valid again."""
     flights = [
         flight(1, [0], [], (swap(5, 2), swap(6, 3))),
         flight(2, [1], [(1, [[7]], [[]])], (load(2, 7),)),
@@ -83,7 +83,7 @@ def test_swaps_that_were_lost_break_whoever_loads_them() -> None:
     assert not find_tainted(flights, {}, 1).dependants
 
 
-def test_only_the_swaps_of_the_step_that_lost_them_are_lost() -> None:
+def test_only_the_swaps_of_the_failed_steps_are_lost() -> None:
     flights = [
         flight(1, [0], [], (swap(5, 2),)),
         flight(2, [1], [], (swap(6, 3),)),
@@ -95,8 +95,8 @@ def test_only_the_swaps_of_the_step_that_lost_them_are_lost() -> None:
     assert broken.dependants.keys() >= {(2, 0), (4, 0)} and broken.host == [{2, 3}]
 
 
-def test_rows_that_come_back_and_compute_nothing_yet_are_broken_as_others_are() -> None:
-    """Rows 1 and 2 of a group come back, with tokens for one of them; so does 3, from elsewhere."""
+def test_resumed_rows_that_compute_nothing_yet_are_tainted_like_others() -> None:
+    """Rows 1 and 2 of a group resume, with tokens for one of them. Row 3 resumes on its own."""
     shared = [(1, [[7]], [[]]), (2, [[8]], [[]]), (3, [[9]], [[]])]
     moves = (load(2, 7), load(3, 8), load(4, 9))
     flights = [
@@ -109,8 +109,8 @@ def test_rows_that_come_back_and_compute_nothing_yet_are_broken_as_others_are() 
     assert flights[1].omitted == {1, 2}
 
 
-def test_what_is_forked_from_a_row_that_is_left_out_is_void() -> None:
-    """The child samples from its parent's logits, whatever it shares with whom."""
+def test_omitting_a_row_omits_the_rows_forked_from_it() -> None:
+    """The child samples from its parent's logits, whatever blocks it shares."""
     plan = Plan(
         4,
         rows=ints(0, 1),
@@ -124,9 +124,9 @@ def test_what_is_forked_from_a_row_that_is_left_out_is_void() -> None:
     assert mine.omitted == {0, 2}
 
 
-def test_who_begins_with_what_a_failing_request_computes_again() -> None:
-    """A reset makes a prefix compute again while a step of its former row, which fails, is on its
-    way; the last request begins with a block of the plan behind that step."""
+def test_a_request_on_blocks_of_a_failing_pin_gets_its_own_tokens() -> None:
+    """After a reset, a pin is recomputed while a step of its former row, which fails, is in flight.
+    The last request begins with a block of the plan after that step."""
     machine = Machine()
     machine.start(
         policy=TwoLevel, depth=2, threshold=5, rows=5, budget=40, spare=9, lazy=True,
@@ -143,7 +143,7 @@ def test_who_begins_with_what_a_failing_request_computes_again() -> None:
     machine.teardown()
 
 
-def test_a_failed_row_that_stands_on_another_failed_one_is_a_dependant() -> None:
+def test_a_failed_row_that_depends_on_another_failed_row_is_a_dependant() -> None:
     """Row 1 holds a block that row 0 was to compute; row 2 one of row 1; row 3 none of theirs."""
     first = flight(1, [0, 1, 3], [(0, [[]], [[5]]), (1, [[5]], [[6]]), (3, [[4]], [[7]])])
     second = flight(2, [2], [(2, [[6]], [[8]])])
@@ -154,8 +154,8 @@ def test_a_failed_row_that_stands_on_another_failed_one_is_a_dependant() -> None
     assert (3, 0) not in found and (1, 0) in found
 
 
-def test_of_a_request_that_fails_all_rows_of_later_plans_are_void() -> None:
-    """Row 1 fails, and row 0 is of the same request; row 2 goes on."""
+def test_all_rows_of_a_failed_request_are_omitted_from_later_plans() -> None:
+    """Row 1 fails, and row 0 is of the same request; row 2 continues."""
     scheduler = scheduler_of(Fifo, pipeline_depth=2)
     scheduler.add(make_request("pair", [1, 2, 3], n=2, max_tokens=9), 0.0)
     scheduler.add(make_request("other", [4, 5, 6], max_tokens=9), 0.0)

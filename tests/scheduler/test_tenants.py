@@ -1,4 +1,4 @@
-"""Tenants: who was served least comes first, and who has been away is remembered."""
+"""Tenants: the least served tenant comes first, and absent tenants are remembered."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
 @pytest.mark.parametrize("policy", [Fifo, Srtf, TwoLevel])
-def test_a_light_tenant_does_not_stand_in_a_heavy_ones_queue(policy: MakePolicy) -> None:
+def test_a_light_tenant_does_not_wait_in_the_queue_of_a_heavy_one(policy: MakePolicy) -> None:
     scheduler = scheduler_of(policy)
     for i in range(50):
         add(scheduler, f"heavy {i}", 16, tenant="heavy")
@@ -41,7 +41,7 @@ def test_counters_grow_by_computed_and_sampled_tokens() -> None:
     assert (served("a"), served("b")) == (10 + 1 + 4, 5 + 1 + 4)
 
 
-def test_who_comes_back_begins_at_the_least_counter() -> None:
+def test_a_returning_tenant_starts_at_the_lowest_counter() -> None:
     tenants = Tenants()
     assert [tenants.enter("a"), tenants.enter("b")] == [0, 1]
     tenants.charge(np.array([100, 300]))
@@ -53,14 +53,14 @@ def test_who_comes_back_begins_at_the_least_counter() -> None:
     tenants.charge(np.array([0, 0, 900]))
     tenants.enter("a")
     assert tenants.served("a") == 349
-    assert tenants.served("c") == 999, "what a tenant has had is not forgotten while it pauses"
+    assert tenants.served("c") == 999, "a tenant's counter is kept while it is absent"
 
 
 @pytest.mark.parametrize("num_present", [1, 3])
-def test_counters_of_many_tenants_take_no_more_and_no_more_memory(
+def test_the_memory_for_counters_of_many_tenants_is_bounded(
     monkeypatch: pytest.MonkeyPatch, num_present: int
 ) -> None:
-    """Also where somebody is always there who is never served."""
+    """This holds even if a tenant is always present and never served."""
     monkeypatch.setattr("quire.scheduler.tenants.MAX_ABSENT", 50)
     tenants = Tenants()
     for i in range(num_present):

@@ -1,4 +1,4 @@
-"""Requests that must be done by a certain time."""
+"""Requests with a timeout."""
 
 from quire.base.messages import MeasuredRates
 from quire.scheduler.core.queue import Fifo
@@ -22,11 +22,11 @@ def test_late_requests_end_with_an_error_and_free_their_blocks() -> None:
     assert "timeout_s=2" in error_of(update) and "1 output token" in error_of(update)
     scheduler.check_invariants()
     plan = scheduler.schedule(3.0).plan
-    late = [told.request_id for told, _ in scheduler.update(answer(plan), 3.0).outputs.finished]  # type: ignore[arg-type]
+    late = [ended.request_id for ended, _ in scheduler.update(answer(plan), 3.0).outputs.finished]  # type: ignore[arg-type]
     assert sorted(late) == ["n", "waits"] and list(scheduler.lifecycle.sequences) == ["free"]
 
 
-def test_lateness_is_told_when_nothing_runs() -> None:
+def test_a_timeout_is_reported_when_no_request_runs() -> None:
     scheduler = scheduler_of(Fifo)
     add(scheduler, "late", 4, now=1.0, timeout_s=0.5)
     decisions = scheduler.schedule(1.5)
@@ -35,7 +35,7 @@ def test_lateness_is_told_when_nothing_runs() -> None:
     assert not scheduler.has_work and scheduler.memory.kv.pools[0].num_used == 0
 
 
-def test_a_request_id_that_is_used_again_is_not_dropped_for_the_first_one() -> None:
+def test_a_reused_request_id_does_not_inherit_the_old_timeout() -> None:
     scheduler = scheduler_of(Fifo)
     add(scheduler, "name", 4, max_tokens=1, timeout_s=5.0)
     step(scheduler, 1.0)

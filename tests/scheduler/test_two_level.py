@@ -1,4 +1,4 @@
-"""Two-level scheduling: batches, and who must not starve."""
+"""Two-level scheduling: batches, and no starvation of long prompts."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.scheduler.test_policies import firsts
 from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
-def test_a_batch_is_served_before_the_next_one_moves_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_served_before_the_next_batch_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_level, "PATIENCE", 1000.0)
     scheduler = scheduler_of(TwoLevel, budget=20)
     for i in range(12):
@@ -32,7 +32,7 @@ def test_long_prompts_that_wait_for_each_other_do_not_hold_up_the_next_batch() -
 def test_short_requests_cannot_starve_a_long_one(
     monkeypatch: pytest.MonkeyPatch, patience: float, is_in_time: bool
 ) -> None:
-    """160 tokens in order of arrival; twice that is the most that it may take."""
+    """It may take at most twice the steps that it would take in order of arrival."""
     monkeypatch.setattr(two_level, "PATIENCE", patience)
     scheduler = scheduler_of(TwoLevel)
     add(scheduler, "long", 160)

@@ -1,4 +1,4 @@
-"""The pool of slots: who is evicted, who is spared, and when slots are free again."""
+"""The pool of slots: which entries are evicted or spared, and when slots are free again."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_references_and_spared_digests_keep_entries() -> None:
         cache.allocate(b"more", 8)
 
 
-def test_slots_of_a_forgotten_entry_are_free_once_nobody_refers_to_it() -> None:
+def test_slots_of_a_forgotten_entry_are_freed_after_its_last_release() -> None:
     cache, [entry, other] = filled(6, 4)
     cache.take(entry)
     cache.take(entry)

@@ -25,9 +25,9 @@ def test_marks_are_in_the_names_of_rows_that_are_named_together(start: int) -> N
     step(scheduler)  # fills the second block of each
     found = scheduler.lifecycle.sequences
     for sequence, marks in ((found["plain"], []), (found["marked"], [(start, b"p" * 32)])):
-        wanted: list[bytes] = []
-        extend_digests(wanted, sequence.root, sequence.known_tokens, 4, 2, marks=marks)
-        assert sequence.digests == wanted
+        expected: list[bytes] = []
+        extend_digests(expected, sequence.root, sequence.known_tokens, 4, 2, marks=marks)
+        assert sequence.digests == expected
     names = scheduler.memory.names
     assert names.of_prefix(found["plain"], 5) != names.of_prefix(found["marked"], 5) or start > 4
 
@@ -84,5 +84,5 @@ def test_a_rewind_drops_the_items_after_it_and_cuts_none() -> None:
     assert len(held.tokens) == 16 and held.request.media == items, "token 7 is inside an item"
     bench.core.control(Rewind("a", 0, 6))
     assert len(held.tokens) == 6 and held.request.media == items[:1]
-    [told] = bench.scheduler.held(0.0)
-    assert told.media == items[:1]
+    [retained] = bench.scheduler.held(0.0)
+    assert retained.media == items[:1]

@@ -95,7 +95,7 @@ def test_an_item_is_encoded_once_and_read_in_each_chunk() -> None:
     assert start.media == (item(2, 5).without_pixels,)
 
 
-def test_rows_of_one_step_share_an_input_and_later_ones_find_it() -> None:
+def test_rows_of_one_step_share_an_item_and_later_rows_find_it_cached() -> None:
     scheduler = scheduler_of()
     plan = planned(scheduler, request("a", 6, item(1, 4)), request("b", 7, item(3, 4)))
     assert encoded(plan) == [A]
@@ -107,10 +107,10 @@ def test_rows_of_one_step_share_an_input_and_later_ones_find_it() -> None:
     assert (view.num_encoded_tokens, view.num_hits, view.num_used_slots) == (4, 2, 4)
 
 
-def test_a_chunk_ends_before_an_item_beyond_the_budget_and_text_goes_on() -> None:
+def test_a_chunk_ends_before_an_item_beyond_the_budget_and_text_rows_continue() -> None:
     scheduler = scheduler_of(max_encoder_tokens=5)
-    asked = request("a", 13, item(1, 6, A), item(8, 4, B)), request("b", 3)
-    plan = planned(scheduler, *asked)
+    requests = request("a", 13, item(1, 6, A), item(8, 4, B)), request("b", 3)
+    plan = planned(scheduler, *requests)
     assert encoded(plan) == [A], "the first of a step may exceed the budget"
     assert plan.num_tokens.tolist() == [8, 3]
     scheduler.update(answer(plan), 0.0)
@@ -167,7 +167,7 @@ def test_tokens_of_a_prefix_hit_need_no_encoding() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_step_encodes_is_shared_once_its_result_is_in(fails: bool) -> None:
+def test_an_encoded_item_is_shared_once_the_result_of_its_step_is_taken(fails: bool) -> None:
     scheduler = scheduler_of(pipeline_depth=2)
     first = planned(scheduler, request("a", 6, item(1, 4)))
     second = planned(scheduler, request("b", 7, item(3, 4)))
@@ -185,12 +185,12 @@ def test_what_a_step_encodes_is_shared_once_its_result_is_in(fails: bool) -> Non
 
 def test_parts_of_a_plan_encode_what_their_rows_read() -> None:
     scheduler = scheduler_of()
-    asked = request("a", 6, item(1, 4, A)), request("b", 5, item(0, 4, B)), request("c", 4)
-    plan = planned(scheduler, *asked)
-    for row, wanted in ((0, [A]), (1, [B]), (2, [])):
+    requests = request("a", 6, item(1, 4, A)), request("b", 5, item(0, 4, B)), request("c", 4)
+    plan = planned(scheduler, *requests)
+    for row, expected in ((0, [A]), (1, [B]), (2, [])):
         part = restrict(plan, np.array([row], np.int32))
-        assert encoded(part) == wanted
-        assert [read.row for read in part.encoder_reads] == [row] * len(wanted)
+        assert encoded(part) == expected
+        assert [read.row for read in part.encoder_reads] == [row] * len(expected)
 
 
 def test_small_steps_have_room_for_a_whole_item() -> None:
@@ -202,8 +202,8 @@ def test_small_steps_have_room_for_a_whole_item() -> None:
     assert scheduler.memory.chunk_limit.min_tokens == 0
 
 
-def test_small_steps_have_room_for_an_item_until_the_last_sequence_of_its_request_ends() -> None:
-    """A sequence that was preempted computes the item again."""
+def test_small_steps_have_room_for_an_item_until_its_request_ends() -> None:
+    """A preempted sequence of the request computes the item again."""
     scheduler = scheduler_of()
     pair = msgspec.structs.replace(
         make_request("a", list(range(14)), max_tokens=4, n=2),

@@ -25,7 +25,7 @@ PIXELS = b"pixels of a picture"
 
 
 class MediaDevice(FakeDevice):
-    """A slot holds which token of which item it is of."""
+    """Notes the item and the token of it that each slot holds."""
 
     def __init__(self, *sizes):  # type: ignore[no-untyped-def]
         super().__init__(*sizes)
@@ -56,15 +56,15 @@ class MediaDevice(FakeDevice):
             for position, slot in enumerate(read.slots.tolist(), read.position):
                 assert (read.row, position) not in found, "a token is read twice"
                 found[read.row, position] = self.encoded[slot]
-        wanted = {}
+        expected = {}
         for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
             first, last = self.computed[row], self.computed[row] + count
             for item in self.media[row]:
                 span = range(max(first, item.start), min(last, item.end))
-                wanted |= {(row, at): (item.digest, at - item.start) for at in span}
+                expected |= {(row, at): (item.digest, at - item.start) for at in span}
                 is_cut = item.start < last < item.end
                 assert not (item.is_whole and is_cut), "a whole item is cut"
-        assert found == wanted
+        assert found == expected
         self.num_reads += len(found)
 
     def _content(self, row: int, position: int) -> int:

@@ -8,7 +8,7 @@ from quire.scheduler.scheduler import Scheduler
 
 
 def listen(scheduler: Scheduler) -> list[Event]:
-    """The events of all calls to come, in order; the list grows."""
+    """Return a list to which the events of all later calls are added, in order."""
     heard: list[Event] = []
 
     def hearing(door: Callable[..., Decisions]) -> Callable[..., Decisions]:

@@ -39,7 +39,7 @@ GARBAGE = -2
 
 @dataclass
 class Curse:
-    """raises: the step; otherwise what the row computes in a step that samples is garbage."""
+    """raises: whether the step raises; otherwise the row computes garbage in sampling steps."""
 
     position: int
     raises: bool
@@ -55,7 +55,7 @@ def next_token(context: list[int], allowed: list[int] | None = None) -> int:
 
 
 def candidates_of(context: list[int], num: int, allowed: list[int] | None = None) -> Candidates:
-    """The best tokens by scores that depend on all that came before."""
+    """Return the best tokens, by scores that depend on the whole context."""
     state = zlib.crc32(np.asarray(context, np.int32).tobytes())
     scores = [-(1 + zlib.crc32(b"%d %d" % (state, t)) % 997) / 256 for t in range(VOCAB)]
     logprobs = np.asarray(scores, np.float32)
@@ -67,14 +67,14 @@ def candidates_of(context: list[int], num: int, allowed: list[int] | None = None
 
 
 def allowed_tokens(grammar: str, output: list[int]) -> list[int]:
-    """About a third of all; whatever a grammar might say."""
+    """Return about a third of all tokens, as a grammar might allow them."""
     state = zlib.crc32(repr((grammar, output)).encode())
     found = [t for t in range(VOCAB) if zlib.crc32(b"%d %d" % (state, t)) % 3 == 0]
     return found or [state % VOCAB]
 
 
 def expected_tokens(request: Request, max_model_len: int) -> list[int]:
-    """What the request must generate, whatever else the engine does."""
+    """Return the tokens that a request must generate, whatever else the engine does."""
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
     params = request.params
@@ -90,7 +90,7 @@ def expected_tokens(request: Request, max_model_len: int) -> list[int]:
 
 
 class FakeDevice:
-    """Carries out plans in order. Nothing is checked that a real device would not need."""
+    """Carries out plans in order. It checks only what a real device needs."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class FakeDevice:
         self.num_raised = 0
         self.waits_for_masks = False  # on a thread of its own
         self.lost: tuple[int, list[set[int]]] = -1, []  # in a step: slots of rows that failed alone
-        self.num_draft_tokens = self.num_right = 0  # guesses of its own
-        self.unsure: set[int] = set()  # rows that had some: what plans say of them is a bound
+        self.num_draft_tokens = self.num_right = 0  # drafts of its own
+        self.unsure: set[int] = set()  # rows that had some: their positions in plans are bounds
 
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         self._apply(plan)
@@ -122,7 +122,7 @@ class FakeDevice:
             drafts = {row: self._guess(row, len(found)) for row, found in drafts.items()}
         for row, guesses in drafts.items():
             known = self.tokens[row][: self.computed[row] + 1]  # more, if the step is repeated
-            assert self.tokens[row] in (known, known + guesses), "guesses behind a pending token"
+            assert self.tokens[row] in (known, known + guesses), "drafts after a pending token"
             self.tokens[row] = known + guesses
         spans = [
             (row, self.computed[row], self.computed[row] + count)
@@ -188,12 +188,12 @@ class FakeDevice:
             elif move.kind == "copy":
                 device[move.destination] = device[move.source]
         self.swapped_step_id = plan.step_id
-        if self.lost[0] == plan.step_id:  # a repeated copy has gone over what was written there
+        if self.lost[0] == plan.step_id:  # a repeated copy has overwritten the garbage
             for slots, lost in zip(self.slots, self.lost[1], strict=True):
                 slots[list(lost)] = GARBAGE
 
     def _guess(self, row: int, num: int) -> list[int]:
-        """So many guesses of the device's own, most of them right, behind the row's last token."""
+        """Return drafts of the device, most of them right, for after the row's last token."""
         self.unsure.add(row)
         context = self.tokens[row][: self.computed[row] + 1]
         wrong = zlib.crc32(b"%d %d" % (len(context), context[-1])) % (num + 2)
@@ -219,8 +219,8 @@ class FakeDevice:
         return zlib.crc32(np.asarray(self.tokens[row][: position + 1], np.int32).tobytes())
 
     def _write(self, row: int, start: int, end: int, known: int, samples: bool) -> None:
-        """Of guesses, which are from `known` on, no states, and no garbage of their own: that would
-        end them."""
+        """Write the row's slots. Drafts, which begin at `known`, write no states, and do not start
+        the row's curse."""
         curse = self.curses.get(self.seeds[row])
         is_cursed = curse is not None and known > curse.position and (curse.raises or samples)
         for position in range(start, end):
@@ -236,11 +236,11 @@ class FakeDevice:
                 self._write_states(g, row, start, end, is_cursed)
 
     def _state(self, group: int, row: int, position: int) -> int:
-        """The slot of the state behind a position: the last one of its block."""
+        """Return the slot of the state after a position, which is the last one of its block."""
         return (self._slot(group, row, position) // self.size + 1) * self.size - 1
 
     def _write_states(self, g: int, row: int, start: int, end: int, is_cursed: bool) -> None:
-        """A state is made from the one behind the token before, and says nothing else."""
+        """Write the states of these tokens, each computed from the state before."""
         if start > 0 and not is_cursed:
             before = self.slots[g][self._state(g, row, start - 1)]
             assert before in (GARBAGE, self._content(row, start - 1)), f"group {g}, row {row}"
@@ -252,8 +252,8 @@ class FakeDevice:
                 self.slots[g][self._state(g, row, last)] = content
 
     def _is_garbled(self, row: int, start: int, end: int, known: int) -> bool:
-        """Whether the row's new tokens see garbage; then they are garbage too. States are asked for
-        of those that are `known` alone."""
+        """Return whether the row's new tokens see garbage; then they are garbage too. Only tokens
+        before `known` have states."""
         sees = [self._sees_garbage(row, position) for position in (start, end - 1)]
         sees += [self._sees_garbage_state(row, position) for position in (start, known - 1)]
         if any(sees):
@@ -268,7 +268,7 @@ class FakeDevice:
         return any(self._is_last_state_garbage(g, row, position) for g in groups)
 
     def _sees_garbage(self, row: int, position: int) -> bool:
-        """What the token at `position` sees in each group is its own prefix, or garbage."""
+        """Return whether the token sees garbage. It may see only its own prefix or garbage."""
         sees = False
         for g, group in enumerate(self.groups):
             if group.kind == STATE:
@@ -284,7 +284,7 @@ class FakeDevice:
         return sees
 
     def _is_last_state_garbage(self, g: int, row: int, position: int) -> bool:
-        """Only asked of a position whose state was just written, or may have been."""
+        """Return whether a state is garbage; it was just written, or may have been."""
         block_id = self.tables[g].get((row, position // self.size), NULL)
         return block_id != NULL and bool(self.slots[g][(block_id + 1) * self.size - 1] == GARBAGE)
 
@@ -298,7 +298,7 @@ class FakeDevice:
                 raise CursedStep(f"row {row}")
 
     def _lose(self, step_id: int, row: int, positions: range) -> None:
-        """What this row was to compute is nowhere."""
+        """Note that the row's tokens in this step were not computed."""
         before = self.lost[1] if self.lost[0] == step_id else [set() for _ in self.groups]
         for g, slots in enumerate(before):
             if self.groups[g].kind != STATE:
@@ -306,7 +306,7 @@ class FakeDevice:
         self.lost = step_id, before
 
     def _candidates(self, plan: Plan, allowed: dict[int, list[int]]) -> dict[int, Candidates]:
-        """For beams, whose tokens are taken back: they choose from these."""
+        """Return candidates for the rows of beam searches, and take back their sampled tokens."""
         found = {}
         for row, num in zip(plan.sample_rows.tolist(), plan.num_candidates.tolist(), strict=True):
             if num >= 0:
@@ -337,8 +337,8 @@ class FakeDevice:
         errors: dict[int, str],
         behind: dict[int, list[list[int]]],
     ) -> dict[int, list[int]]:
-        """What rows sample behind each guess that was right. behind: what masks allow there; where
-        this is nothing, the guesses end."""
+        """Return the tokens sampled after each right draft. behind: tokens that masks allow there;
+        drafts end where they allow none."""
         accepted: dict[int, list[int]] = {}
         for row, guesses in drafts.items():
             last, more = sampled[row], accepted.setdefault(row, [])
@@ -354,12 +354,12 @@ class FakeDevice:
     def _allowed(
         self, plan: Plan, masks: MaskPromise | None
     ) -> tuple[dict[int, list[list[int]]], dict[int, str]]:
-        """By row, what the masks allow at each position, and what is wrong with a row's grammar. On
-        the core's own thread they must be there, since nobody else could make them."""
-        assert (masks is None) == (len(plan.masked_rows) == 0), "masks for nobody, or none"
+        """Return the allowed tokens at each position, and grammar errors, by row. On the core's own
+        thread the masks must be ready, since no other thread makes them."""
+        assert (masks is None) == (len(plan.masked_rows) == 0), "masks or masked rows are missing"
         if masks is None:
             return {}, {}
-        assert self.waits_for_masks or masks.is_there, "masks that will never come"
+        assert self.waits_for_masks or masks.is_there, "masks that will never be ready"
         found, rows = masks.wait(), plan.masked_rows.tolist()
         words = np.ascontiguousarray(found.of(plan.masked_rows))
         bits = np.unpackbits(words.view(np.uint8), axis=2, bitorder="little")[:, :, :VOCAB]
@@ -373,7 +373,7 @@ class FakeDevice:
 
 
 class FakeGrammars:
-    """Stands in for `engine/grammars/grammars.py`: a grammar is compiled when somebody says so."""
+    """Stands in for `engine/grammars/grammars.py`: a test says when a grammar is compiled."""
 
     has_answers = False
     num_open = 0
@@ -400,8 +400,8 @@ class FakeGrammars:
         return GrammarReady(request.request_id, "a bad grammar" if fails else None)
 
     def fill(self, promise: MaskPromise, plan: Plan, sequences: dict[int, Sequence]) -> None:
-        """Masks for each row, after what its sequence is known to have now, and after each
-        guess."""
+        """Make the masks of each row, after the known tokens of its sequence and after each
+        draft."""
         assert not promise.is_there, "masks made twice"
         guesses = {draft.row: draft.token_ids.tolist() for draft in plan.drafts}
         num_positions = 1 + max(map(len, guesses.values()), default=0)
@@ -418,13 +418,13 @@ class FakeGrammars:
         promise.put(TokenMasks(plan.masked_rows, words))
 
     def forgo(self, promise: MaskPromise, plan: Plan) -> None:
-        assert not promise.is_there, "masks were made before it was their turn"
+        assert not promise.is_there, "masks were made too early"
         shape = len(plan.masked_rows), 1 + int(plan.num_drafts.max(initial=0)), 2
         promise.put(TokenMasks(plan.masked_rows, np.full(shape, -1, np.int32)))
 
 
 class QueueExecutor:
-    """What executors of tests share: a queue of plans or results, and nothing to start or close."""
+    """Base of executors in tests: a queue of plans or results, and nothing to start or close."""
 
     def __init__(self) -> None:
         self._queue: deque[Any] = deque()
@@ -443,7 +443,7 @@ class QueueExecutor:
 
 
 class FakeExecutor(QueueExecutor):
-    """Carries out plans when they are submitted, or only when their result is asked for."""
+    """Carries out plans when they are submitted, or only when their result is requested."""
 
     def __init__(self, device: FakeDevice, is_lazy: bool) -> None:
         super().__init__()
@@ -459,9 +459,9 @@ class FakeExecutor(QueueExecutor):
         return self._run(*oldest) if isinstance(oldest, tuple) else oldest
 
     def _run(self, plan: Plan, masks: MaskPromise | None) -> StepResult:
-        """Plans behind one that failed are answered without being carried out."""
+        """Run a plan. Plans after a failed one are not run, and get a failed result."""
         if self.has_failed:
-            assert masks is None or masks.is_there, "a launch would wait for them for ever"
+            assert masks is None or masks.is_there, "a launch would wait for the masks for ever"
             return failed_step(plan, "a step before it failed")
         try:
             return self.device.run(plan, masks)

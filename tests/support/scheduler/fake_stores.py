@@ -1,5 +1,4 @@
-"""Stores of a scheduler's tests: the blocks they were ordered to keep, and answers when a test says
-so."""
+"""Stores for tests of the scheduler: they keep blocks as ordered, and answer on request."""
 
 import zlib
 from collections.abc import Iterable
@@ -26,14 +25,14 @@ BLOCK = 4
 
 
 def content(tokens: np.ndarray, marks: Iterable[Mark]) -> int:
-    """What a device's slot holds of the last of these tokens."""
+    """Return the content of a device's slot for the last of these tokens."""
     before = b"".join(data for index, data in marks if index < len(tokens))
     return zlib.crc32(tokens.tobytes(), zlib.crc32(before))
 
 
 class FakeStores:
-    """Blocks of tokens by name, beside the device's host memory. has_others: other engines have put
-    most blocks there that somebody looks for. old: names that nobody may look up any more."""
+    """Blocks of tokens by name, next to the device's host memory. has_others: other engines have
+    stored most blocks that are looked up. old: names that must not be looked up any more."""
 
     def __init__(self, num: int, scheduler: Scheduler) -> None:
         self.kept: list[dict[tuple[int, bytes], np.ndarray]] = [{} for _ in range(num)]
@@ -51,11 +50,11 @@ class FakeStores:
         return []
 
     def submit(self, orders: list[Order]) -> None:
-        """Take orders. Removing overtakes all others, and undoes what is still to be kept."""
+        """Take orders. A removal overtakes all others, and cancels writes of its blocks."""
         for order in orders:
             self.pending.append(order)
             if isinstance(order, LookUp):
-                assert self.old.isdisjoint(order.names), "a name of before a reset"
+                assert self.old.isdisjoint(order.names), "a name from before a reset"
                 self._put_others(order)
             elif isinstance(order, Remove):
                 for name in order.names:
@@ -93,7 +92,7 @@ class FakeStores:
         if isinstance(order, Fetch):
             ok = [good and item[:2] in kept for good, item in zip(ok, order.items, strict=True)]
             for g, digest, block in order.items:
-                self.host[g][block] = kept.get((g, digest), GARBAGE)  # also what is no good
+                self.host[g][block] = kept.get((g, digest), GARBAGE)  # also for missing blocks
             return Fetched(order.store, order.ticket, ok, 10 * sum(ok), 0.001)
         for (g, digest, block), good in zip(order.items, ok, strict=True):
             if good and block >= 0:

@@ -36,12 +36,12 @@ ENDING = [41, 42, 43, 44, 45]
 
 
 def num_unpinned(bench: "Bench") -> int:
-    """Blocks that no pin holds, or will hold."""
+    """Return the number of blocks that no pin holds or will hold."""
     return bench.kv.pools[0].num_blocks - bench.scheduler.pinned.reserved[0]
 
 
 class Bench:
-    """A core over a plain device: its plans, and what its requests have got."""
+    """A core with a plain device, its plans, and the outputs of its requests."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class Bench:
         self.output[request.request_id] = {index: [] for index in range(num)}
 
     def pin(self, name: str = "pin", prompt: list[int] = PREFIX, **more: Any) -> Pin:
-        """One that is computed."""
+        """Return a pin that has been computed."""
         self.begin_pin(name, prompt, **more)
         self.finish()
         assert self.reason[name] == "pinned" and self.output[name] == {0: []}
         return self.pins[name]
 
     def step(self) -> None:
-        """One plan, which is added to `plans`, and its result."""
+        """Make a plan, add it to `plans`, and take its result."""
         plan = self.core.plan()
         if plan is not None:
             self.plans.append(plan)
@@ -130,7 +130,7 @@ class Bench:
         return list(pin.blocks.tables[group].blocks)
 
     def written(self, pin: Pin) -> list[np.ndarray]:
-        """What is in the blocks of a pin, by group."""
+        """Return the contents of a pin's blocks, by group."""
         assert pin.blocks is not None, "it is not computed"
         return [
             slots.reshape(-1, BLOCK)[table.live_blocks].copy()

@@ -25,7 +25,7 @@ def scheduler_of(
 
 
 def add(scheduler: Scheduler, name: str, num_tokens: int, now: float = 0.0, **more: object) -> None:
-    """A prompt that shares nothing with others, unless `like` says whose first tokens it has."""
+    """Add a prompt of unique tokens, or one that begins like the prompt of request `like`."""
     kind = sum(map(ord, str(more.pop("like", name)))) * 1000
     prompt = list(range(kind, kind + num_tokens))
     more = {"max_tokens": 50, "temperature": 0.0, **more}
@@ -33,7 +33,7 @@ def add(scheduler: Scheduler, name: str, num_tokens: int, now: float = 0.0, **mo
 
 
 def step(scheduler: Scheduler, now: float = 0.0) -> dict[str, int]:
-    """One step; the tokens that each request got."""
+    """Run a step. Return the number of tokens that it computed for each request."""
     plan = scheduler.schedule(now).plan
     if plan is None:
         return {}

@@ -12,16 +12,16 @@ from quire.base.plan import Plan, StepResult
 from quire.engine.executors.executor import failed_step
 from tests.support.scheduler.fake_device import CursedStep, FakeDevice, QueueExecutor
 
-Handed = dict[int, list[int]]  # of each row, what its tokens are made of
+Handed = dict[int, list[int]]  # of each row, the contents of its tokens
 
 
 class Stage(FakeDevice):
-    """The last one, or `EarlierStage`. A curse raises on one of them."""
+    """The last stage, or base of `EarlierStage`. A curse raises on one of the stages."""
 
     stage, num_stages = 0, 1
 
     def handed(self, plan: Plan) -> Handed:
-        """Of the plan that was carried out last, without guesses."""
+        """Return the contents that the last plan handed over, without drafts."""
         columns = plan.rows, plan.computed_bound, plan.last_positions + 1
         spans = zip(*(column.tolist() for column in columns), strict=True)
         return {row: [self._content(row, p) for p in range(a, b)] for row, a, b in spans}
@@ -33,11 +33,11 @@ class Stage(FakeDevice):
 
 class EarlierStage(Stage):
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
-        """Learn what was sampled since, and compute; nothing is sampled here."""
+        """Take the tokens sampled since, and compute; nothing is sampled here."""
         self._apply(plan)
         columns = plan.rows, plan.last_positions, plan.last_ids, plan.computed_bound
         for row, position, token, bound in zip(*(c.tolist() for c in columns), strict=True):
-            assert bound <= position <= len(self.tokens[row]), "tokens that nobody has told"
+            assert bound <= position <= len(self.tokens[row]), "tokens that no plan has passed on"
             self.tokens[row][position : position + 1] = [token]
             self.computed[row] = bound
         for draft in plan.drafts:
@@ -59,7 +59,7 @@ class EarlierStage(Stage):
 
 @dataclass
 class Work:
-    """A plan on its way. stage: the next one; error: of a stage before."""
+    """A plan in flight. stage: the next stage; error: of an earlier stage."""
 
     plan: Plan
     masks: MaskPromise | None
@@ -70,7 +70,7 @@ class Work:
 
 
 class StagedExecutor(QueueExecutor):
-    """ahead: how many stages carry out a plan at once."""
+    """ahead: number of stages that run a plan when it is submitted."""
 
     def __init__(self, stages: list[Stage], ahead: int) -> None:
         super().__init__()
@@ -104,5 +104,5 @@ class StagedExecutor(QueueExecutor):
             self._has_failed[number] |= work.error is not None
             if work.error is None:
                 handed = stage.handed(work.plan)
-                assert work.handed in (None, handed), "stages take rows for others"
+                assert work.handed in (None, handed), "stages disagree about their rows"
                 work.handed = handed

@@ -16,9 +16,8 @@ from tests.support.scheduler.pinning_core import FULL, WINDOW, Bench
 def random_run(
     seed: int, num_steps: int, groups: tuple[CacheGroup, ...] = (FULL, WINDOW), **settings: Any
 ) -> Iterator[Bench]:
-    """Yield the bench after each step, with prompts that share prefixes, n of 1 to 3, prefixes
-    that are pinned for a while, requests that are held, clients that leave, and memory for a few of
-    them alone."""
+    """Yield the bench after each step. Prompts share prefixes and have 1 to 3 sequences. Some are
+    pinned for a while, retained or aborted, and there is memory for only a few of them."""
     random = Random(seed)
     settings = {"max_num_batched_tokens": 24, "max_num_seqs": 4} | settings
     bench = Bench(num_blocks=28, groups=groups, **settings)
@@ -26,7 +25,7 @@ def random_run(
     names: list[str] = []
     for i in range(num_steps):
         if i % 40 == 0:
-            with suppress(RequestError):  # those that run may need the memory
+            with suppress(RequestError):  # running requests may need the memory
                 bench.begin_pin(f"pin {i}", lines[0][:18])
         if i % 40 == 30:
             bench.core.control(Unpin(f"pin {i - 30}"))
@@ -35,7 +34,7 @@ def random_run(
             n = random.choice([1, 1, 2, 3])
             try:
                 bench.add(f"r{i}", prompt, random.randint(1, 30), n=n, seed=i)
-            except RequestError:  # three of this length are too large
+            except RequestError:  # three sequences of this length are too large
                 assert n > 1 or bench.pins
             else:
                 names.append(f"r{i}")
@@ -48,7 +47,7 @@ def random_run(
 
 
 def blocks_of(bench: Bench, g: int) -> list[tuple[int, int, int]]:
-    """Owner, sharers and state of each block, from the tables and the index alone."""
+    """Return owner, sharers and state of each block, from the tables and the index alone."""
     pool = bench.kv.pools[g]
     holders: list[list[int]] = [[] for _ in range(pool.num_blocks)]
     pinned: set[int] = set()
@@ -78,7 +77,7 @@ def blocks_of(bench: Bench, g: int) -> list[tuple[int, int, int]]:
 
 
 def told_blocks(state: LiveState, g: int) -> list[tuple[int, int, int]]:
-    """The same as a frame tells it."""
+    """Return the same as a live state reports it."""
     group = state.groups[g]
     columns = (group.owners.tolist(), group.sharers.tolist(), group.states.tolist())
     return list(zip(*columns, strict=True))
