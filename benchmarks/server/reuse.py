@@ -10,9 +10,8 @@ reuse       share of the reusable tokens that came from a cache. Reusable is the
             that a client has sent or received before, generated tokens included
 from        shares of the cached tokens that were on the device, in host memory, in the directory
 recomputed  reusable tokens that were computed: `in_block` in the last block only, since blocks and
-            states end there, and `more` of turns that lost whole blocks. Of these, `evicted` and
-            `costly` are the tokens that the server reports as evicted, or as cheaper to compute
-            than to load
+            states end there, and `more` of turns that lost whole blocks. `evicted` and `costly`
+            are of turns whose first missing block was evicted, or cheaper to compute than to load
 load        the machine's average number of runnable threads at the end of a round
 
 `hybrid` has six layers with states and two with attention, and random weights. States are stored

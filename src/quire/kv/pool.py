@@ -115,7 +115,7 @@ class BlockPool:
         """Return this many free blocks with one reference each, as one call of `allocate` for each
         would. There must be enough."""
         free, refs = self._free, self._num_refs
-        found = free[: -num - 1 : -1]
+        found = free[: -num - 1 : -1]  # the last ones, beginning with the last
         del free[len(free) - len(found) :]
         if num > len(found):
             chosen = list(islice(self._unused, num - len(found)))

@@ -114,6 +114,7 @@ class OutputsBuilder:
         moves, place_of_row = np.zeros(len(self._rows), bool), np.zeros(self._rows.max() + 1, int)
         place_of_row[self._rows] = np.arange(len(self._rows))
         for row, arrival in self._holders:
+            # A row without a token gets place 0, where another sequence has its token
             place = place_of_row.item(row) if row < len(place_of_row) else 0
             if self._arrivals.item(place) == arrival:
                 token_ids = self._updates[arrival].token_ids

@@ -5,6 +5,7 @@ import warnings
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from pydantic.warnings import UnsupportedFieldAttributeWarning as FieldWarning
 from starlette.routing import BaseRoute
 
 from quire.base.version import QUIRE_VERSION
@@ -59,8 +60,8 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         redirect_slashes=False,  # a redirect would use the client's Host header
         openapi_url=None,  # a route of our own serves it, to key holders
     )
-    # FastAPI hides this warning while it makes a route, and `OpenBody` is built later.
-    warnings.filterwarnings("ignore", "The 'alias' attribute with value 'body'")
+    # FastAPI hides this warning while it makes a route, but each `StrictBody` is built later.
+    warnings.filterwarnings("ignore", "The 'alias' attribute with value 'body'", FieldWarning)
     app.state.context, app.state.batches = context, batches
     app.router.routes += _routes(context.config.page, not context.config.disable_fastapi_docs)
     install_error_handlers(app)

@@ -15,6 +15,7 @@ from quire.serve.batches import line_runner
 from quire.serve.batches.app_caller import BATCH_URLS, AppCaller, Reply
 from quire.serve.batches.journal import Journal
 from quire.serve.batches.line_runner import LineOptions, LineRunner, Slots
+from quire.serve.native.document import ORDERS
 from tests.serve.api.conftest import MakeContext
 from tests.support.serve.batch_files import index_of, read, request, write
 
@@ -77,6 +78,8 @@ def test_all_urls_of_batches_take_json(make_context: MakeContext) -> None:
     client = TestClient(create_app(make_context()))
     refused = {path: client.post(path, json=[]) for path in BATCH_URLS}
     assert {path for path, reply in refused.items() if reply.status_code != 400} == set()
+    for_operators = (*ORDERS, "/v1/files", "/v1/batches", "/v1/prefixes", "/v1/requests")
+    assert not [path for path in BATCH_URLS if path.startswith(for_operators)]
 
 
 def test_requests_bring_a_key(tmp_path: Path, make_context: MakeContext) -> None:

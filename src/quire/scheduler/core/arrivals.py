@@ -116,12 +116,11 @@ class Arrivals:
                 " fewer (n, best_of) or raise max_num_seqs."
             )
         concerned = self._concerns.of(request)
-        has_room = list[bool]()
-        if concerned:
-            for completion in of_kind(concerned, RequestCompletion):
+        if completions := of_kind(concerned, RequestCompletion) if concerned else ():
+            for completion in completions:
                 request = completion.complete(request)
             concerned = self._concerns.of(request)
-            has_room = [each.accept(request) for each in concerned]
+        has_room = [each.accept(request) for each in concerned]
         sequence = self.new_sequence(request, now)
         if any(has_room):
             return sequence, concerned
@@ -150,7 +149,7 @@ class Arrivals:
             blocks=self._memory.new_sequence(),
             root=self._memory.names.root(request, num, self._num_arrivals),
             table=self._rows.table,
-            # "i" would parse each token as an argument; valid tokens are not negative
+            # "I" is read faster than "i"; `RequestLimits` has refused negative and huge ids
             saved_tokens=np.frombuffer(array("I", request.prompt_token_ids), np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 from starlette.types import Message
 
-# Endpoints that the lines of a batch may call: those by which a model answers
+# Endpoints that the lines of a batch may call: generation, pooling and token counts
 BATCH_URLS = frozenset(
     (
         "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses",

@@ -105,7 +105,7 @@ def check_neutral(request: BaseModel) -> None:
 class StrictBody(BaseModel):
     """A body, or a part of one, that refuses undeclared fields."""
 
-    # A server starts sooner, since each body is built when a request first has it.
+    # A server starts sooner, because pydantic builds each body at its first request.
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
