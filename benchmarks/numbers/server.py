@@ -94,8 +94,8 @@ SERVER = Page("server.md", "Server and start", (
         " pool holds two of the longest contexts, host memory six, and a directory the rest."
         " Reused is the share of the tokens that the client has sent or received before. The aim:"
         " 99 % of them with the demo model. `hybrid` has layers with states, which are stored only"
-        " where blocks of 16 tokens end: after an answer of few tokens, half of the turns compute"
-        " one block again. A round of a model takes two minutes.",
+        " where blocks of 16 tokens end. Answers have few tokens here, so half of the turns compute"
+        " a block or more again. A round of a model takes two minutes.",
         "python -m benchmarks.server.reuse",
         (Table(ZEN3 + "reuse.json", {
             "model": "{model}", "reused": "{reuse:.2%}", "computed again":
