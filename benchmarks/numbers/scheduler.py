@@ -24,7 +24,7 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
         "Microseconds of scheduler time for a request, from its arrival to its end: prompts of 128"
         " tokens, 2 % of the rows end in each step, prefix caching is on. The time is the mean of"
         " such steps minus that of steps without arrivals, per request. The aim: 30. epyc-zen5-2,"
-        " the machine of the table above, runs Python about four times as fast.",
+        " the machine of the table above, runs Python three to five times as fast.",
         "python -m benchmarks.scheduler.steps --loads churn",
         (
             Table(ZEN3 + "steps.json", {

@@ -114,8 +114,7 @@ class OutputsBuilder:
         moves, place_of_row = np.zeros(len(self._rows), bool), np.zeros(self._rows.max() + 1, int)
         place_of_row[self._rows] = np.arange(len(self._rows))
         for row, arrival in self._holders:
-            # A row without a token gets place 0, where another sequence has its token
-            place = place_of_row.item(row) if row < len(place_of_row) else 0
+            place = place_of_row.item(row) if row < len(place_of_row) else 0  # 0 is another's
             if self._arrivals.item(place) == arrival:
                 token_ids = self._updates[arrival].token_ids
                 token_ids.insert(0, self._token_ids.item(place))  # before accepted drafts

@@ -53,13 +53,10 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
     batches: batches of a server that stores files; the caller starts and stops them.
     """
     app = FastAPI(
-        title="quire",
-        version=QUIRE_VERSION,
-        docs_url=None,
-        redoc_url=None,
+        title="quire", version=QUIRE_VERSION, docs_url=None, redoc_url=None,
         redirect_slashes=False,  # a redirect would use the client's Host header
         openapi_url=None,  # a route of our own serves it, to key holders
-    )
+    )  # fmt: skip
     # FastAPI hides this warning while it makes a route, but each `StrictBody` is built later.
     warnings.filterwarnings("ignore", "The 'alias' attribute with value 'body'", FieldWarning)
     app.state.context, app.state.batches = context, batches
