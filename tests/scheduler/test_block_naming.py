@@ -9,6 +9,7 @@ from quire.kv.digest import RUN_BLOCKS, HasDigest, extend_digests
 from quire.scheduler.core.names import Digester, Prefix
 from quire.scheduler.policy.policies import make_block_hash
 from tests.scheduler.test_step_results import scheduler_of, step
+from tests.support.calls import counted_calls
 from tests.support.scheduler.fake_device import make_request
 
 
@@ -72,6 +73,16 @@ def test_blocks_are_named_with_the_chosen_hash(num: int) -> None:
         extend_digests(expected, sequence.root, sequence.known_tokens, 4, 2, block_hash)
         assert sequence.digests == expected
         assert all(scheduler.memory.kv.is_cached(0, name) for name in expected)
+
+
+def test_decoding_rows_are_named_only_when_a_block_is_full() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", list(range(7)), max_tokens=16), 0.0)
+    step(scheduler, 5)
+    with counted_calls() as calls:
+        for _ in range(9):  # tokens 8 to 16, in blocks of 4
+            step(scheduler, 5)
+    assert sum(num for (_, name), num in calls.items() if name == "index_blocks") == 3
 
 
 def test_new_names_are_recorded_once_with_their_sequence() -> None:
