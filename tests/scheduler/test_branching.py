@@ -6,7 +6,7 @@ import pytest
 from quire.base.messages import Abort
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.scheduler.beams import BeamSearch
-from tests.scheduler.test_admission import others, scheduler_of
+from tests.scheduler.test_admission import BLOCK, others, scheduler_of
 from tests.support.scheduler.fake_device import make_request
 
 
@@ -84,3 +84,25 @@ def test_a_search_without_any_candidate_ends_with_an_error(num_steps: int) -> No
     assert "leave its beam search without a token" in finish.error.message
     scheduler.check_invariants()
     assert not scheduler.has_work and scheduler.num_free_rows == 6
+
+
+def test_members_preempted_after_their_fork_wait_until_one_has_computed_the_prompt() -> None:
+    """So that they share its two full blocks."""
+    scheduler = scheduler_of(100, num_rows=6, pipeline_depth=1, long_prefill_token_threshold=BLOCK)
+    prompt = list(range(2, 2 + 2 * BLOCK))
+    scheduler.add(make_request("two", prompt, max_tokens=5, n=2), 0.0)
+
+    def step() -> int:
+        """Run a step. Return the number of rows that it started."""
+        plan = scheduler.schedule(0.0).plan
+        assert plan is not None
+        scheduler.update(others(plan), 0.0)
+        return len(plan.started)
+
+    assert [step(), step()] == [1, 0]
+    group = scheduler.lifecycle.sequences["two"].group
+    assert group is not None and group.is_forked
+    scheduler.lifecycle.preempt(group.members[0], "test", 0.0)
+    while scheduler.memory.kv.pools[0].evict():
+        pass
+    assert [step() for _ in range(3)] == [1, 1, 0]

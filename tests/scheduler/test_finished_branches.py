@@ -6,6 +6,7 @@ Covers `scheduler/policy/extensions.py`.
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from quire.base.messages import Abort
 from quire.base.plan import StepResult
 from quire.base.plugins import OWN_EXTENSIONS
 from quire.base.settings.config import SchedulerConfig
-from quire.kv.manager import KVManager
+from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.policy.extensions import BUILT_IN
 from quire.scheduler.reuse.finished_branches import FinishedBranches
@@ -291,3 +292,27 @@ class SessionsStoresMachine(SessionRules, StoresMachine):
 @pytest.mark.parametrize("machine", [SessionsMachine, SessionsStoresMachine])
 def test_finished_branches_change_no_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
+
+
+def test_a_request_that_is_admitted_again_finishes_no_branches() -> None:
+    """Another request may have continued the same turn while it was preempted."""
+    kv = KVManager((FULL,), (8,), SIZE)
+    branches, hit = FinishedBranches(kv), KVBlocks(0, ([],))
+
+    def sequence_of(name: str, *digests: bytes) -> Any:
+        sequence = SimpleNamespace(
+            request=SimpleNamespace(request_id=name), digests=list(digests), samples=True,
+            watch=lambda _: None, group=None, num_prompt_tokens=0,
+            blocks=SimpleNamespace(num_indexed=len(digests)),
+        )  # fmt: skip
+        branches.enter(sequence, 0.0)
+        branches.begin(sequence, hit, 0.0)
+        return sequence
+
+    branches.leave(sequence_of("turn", b"1"), "stop", 0.0)
+    preempted = sequence_of("preempted", b"1", b"2")
+    branches.leave(sequence_of("other", b"1", b"3"), "stop", 0.0)
+    branches.begin(preempted, hit, 0.0)
+    assert not branches._finished
+    sequence_of("next", b"1", b"4")
+    assert list(branches._finished) == [b"3"]

@@ -213,3 +213,23 @@ def test_all_requests_together_hold_at_most_a_share_of_host_memory() -> None:
     holds.release_all()
     assert not holds.held_blocks(0)
     kv.host_pools[0].check_invariants([])
+
+
+def test_offered_blocks_are_counted_for_the_slowest_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(monkeypatch, num_stores=2)
+    names = lab.add(2)
+    lab.keeping.keep(names, offered=names)
+    first, second = lab.ordered()
+    lab.keeping.take(0, first.ticket)
+    assert lab.keeping.num_offered == 2
+    lab.keeping.take(1, second.ticket)
+    assert lab.keeping.num_offered == 0
+
+
+def test_released_holds_make_room_for_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(monkeypatch)
+    holds, names = HostHolds(lab.tier), lab.add(5)
+    for _ in range(NUM_HOST):
+        holds.hold("r", names)
+        assert len(holds.held_blocks(0)) == NUM_HOST // module.WAITING_SHARE == 3
+        holds.release("r")

@@ -5,6 +5,8 @@ Covers `scheduler/reuse/partial_blocks.py`.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -270,3 +272,15 @@ def test_each_turn_gets_the_answer_of_a_request_without_a_cache(
     machine: type, max_examples: int
 ) -> None:
     run_machine(machine, max_examples)
+
+
+def test_sequences_of_groups_and_with_marks_are_not_watched() -> None:
+    kv = KVManager((FULL,), (8,), BLOCK)
+    partial, watched = partial_blocks.PartialBlocks(Memory(kv, 16)), list[str]()
+    cases = {"plain": ((), None), "group": ((), object()), "marks": (((0, bytes(32)),), None)}
+    for name, (marks, group) in cases.items():
+        sequence: Any = SimpleNamespace(
+            marks=marks, group=group, watch=lambda _, name=name: watched.append(name)
+        )
+        partial.enter(sequence, 0.0)
+    assert watched == ["plain"]

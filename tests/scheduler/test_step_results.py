@@ -195,3 +195,16 @@ def test_drafts_and_pooled_values_are_not_returned_for_omitted_rows() -> None:
     take_extras(step, result, outputs)
     returned = [vars(sequence.update) for sequence in sequences]
     assert returned == [{"num_draft_tokens": 2, "pooled": "numbers"}, {}, {}]
+
+
+def test_a_sampled_token_precedes_the_accepted_drafts_of_its_sequence() -> None:
+    builder = OutputsBuilder()
+    sequence: Any = SimpleNamespace(
+        request=SimpleNamespace(request_id="r"), index=0, arrival=7, row=3,
+        num_cached_tokens=0, num_preemptions=0,
+    )  # fmt: skip
+    builder.update_of(sequence).token_ids += [6, 8]
+    builder.set_tokens(np.array([1, 3]), np.array([5, 7]), np.array([4, 9], np.int32))
+    outputs = builder.build()
+    assert (outputs.rows.tolist(), outputs.token_ids.tolist()) == ([1], [4])
+    assert [update.token_ids for update in outputs.details] == [[9, 6, 8]]
