@@ -59,8 +59,7 @@ class SequenceBlocks:
 
     @property
     def capacity(self) -> int:
-        first = self.tables[0]
-        return len(first.blocks) * first.block_size
+        return self.tables[0].capacity
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens that were written into blocks already held."""
@@ -226,9 +225,8 @@ class KVManager:
             if not self.fits(needs):
                 return None
             self._adopt(sequence, computed)
-        for g, table in enumerate(sequence.tables):
-            if table.num_new_blocks(num_new_tokens) > self.pools[g].num_free:
-                return None
+        if not self.fits([table.num_new_blocks(num_new_tokens) for table in sequence.tables]):
+            return None
         if self.states.groups:
             self.states.grow(sequence.tables, start + num_new_tokens)
         return tuple([table.append(num_new_tokens) for table in sequence.tables])
@@ -330,10 +328,7 @@ class KVManager:
         """Name a sequence's full blocks up to `num`. Return the newly named blocks by group."""
         first, sequence.num_indexed = sequence.num_indexed, num
         new, tables = digests[first:num], sequence.tables
-        if len(tables) == 1:
-            named = [tables[0].name(first, new)]
-        else:
-            named = [table.name(first, new) for table in tables]
+        named = [table.name(first, new) for table in tables]
         if self.states.groups:
             self.states.name(tables, named, first, new)
         return named

@@ -75,8 +75,8 @@ class BlockTable:
         done = Appended()
         if num_tokens == 0:
             return done
-        first, partial = len(self.blocks), self.num_tokens // self.block_size
-        if partial < first:
+        first, partial = len(self.blocks), self._partial_index()
+        if partial is not None:
             self._make_writable(partial, done)
         self.num_tokens += num_tokens
         found = self._pool.allocate_all(self.num_blocks_from(first, self.num_tokens))

@@ -111,15 +111,15 @@ class OutputsBuilder:
     def _move_to_updates(self) -> npt.NDArray[np.bool_]:
         """Move the tokens of sequences with an update from the columns to it. Return which entries
         of the columns stay, [N]."""
-        moves, place_of_row = np.zeros(len(self._rows), bool), np.zeros(self._rows.max() + 1, int)
+        stays, place_of_row = np.ones(len(self._rows), bool), np.full(self._rows.max() + 1, -1)
         place_of_row[self._rows] = np.arange(len(self._rows))
         for row, arrival in self._holders:
-            place = place_of_row.item(row) if row < len(place_of_row) else 0  # 0 is another's
-            if self._arrivals.item(place) == arrival:
+            place = place_of_row.item(row) if row < len(place_of_row) else -1
+            if place >= 0 and self._arrivals.item(place) == arrival:
                 token_ids = self._updates[arrival].token_ids
                 token_ids.insert(0, self._token_ids.item(place))  # before accepted drafts
-                moves[place] = True
-        return ~moves
+                stays[place] = False
+        return stays
 
 
 def _beam(request: Request, hypothesis: Hypothesis) -> BeamOutput:

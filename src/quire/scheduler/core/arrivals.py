@@ -116,7 +116,7 @@ class Arrivals:
                 " fewer (n, best_of) or raise max_num_seqs."
             )
         concerned = self._concerns.of(request)
-        if completions := of_kind(concerned, RequestCompletion) if concerned else ():
+        if completions := of_kind(concerned, RequestCompletion):
             for completion in completions:
                 request = completion.complete(request)
             concerned = self._concerns.of(request)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from quire.base.messages import MeasuredRates
 from quire.kv.host_tier import Copies, Name
-from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks, fit
+from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.core.extension import CacheListener, ChunkLimit, HitSource, overriding
 from quire.scheduler.core.names import BlockNaming, Digester
@@ -187,7 +187,7 @@ class Memory:
         reserve of a state group is capped, since a sequence needs no more states as it grows."""
         if reserve and self.kv.has_states:
             needs, reserve = self._with_reserve(needs, reserve), 0
-        return fit(needs, self.kv.pools, reserve)
+        return self.kv.fits(needs, reserve)
 
     def could_fit(self, needs: Needs, reserve: int = 0, hit: Tables = ()) -> bool:
         """Return whether this need fits once all evictable blocks are evicted. hit: blocks, by
