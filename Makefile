@@ -11,8 +11,7 @@ BIN := $(VENV)/bin
 RESULTS = benchmarks/results/$(shell $(BIN)/python -m benchmarks.result_files)
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*) \
 	$(wildcard src/quire/*/__init__.py src/quire/*/*/__init__.py)
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
-	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+EXTRA_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 # The house's rules are `make check`'s.
 TEST := $(BIN)/python -m pytest -q -n auto --dist worksteal --ignore tests/structure
@@ -153,27 +152,27 @@ $(VENV)/bin/python:
 		|| { echo "quire needs Python 3.11 or newer; set PYTHON=..., see make help"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# Packages first, with pip's own progress; then quire, which shows that of its compiler. Where the
-# test tools are installed, the core keeps the code of all instruction sets.
+# Where the test tools are installed, the core keeps the code of all instruction sets.
 $(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/bin/python
 	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
 	@.ci/requirements $(BIN)/python > $(VENV)/requirements.txt
-	$(PIP_INSTALL) -r $(VENV)/requirements.txt
-	@.ci/build $(BIN)/python $(if $(wildcard $(VENV)/.installed-test),all,native)
+	@.ci/install $(BIN)/python $(if $(wildcard $(VENV)/.installed-test),all,native) $(EXTRA_INDEX) \
+		-r $(VENV)/requirements.txt
 	@.ci/announce core $(BIN)/python
 	@touch $@
 
-# The tests run the code of all instruction sets.
+# The tests run the code of all instruction sets, and their child processes import most packages, so all
+# Python files are compiled. Some packages have files that no Python compiles; that is no error.
 $(VENV)/.installed-test: $(BUILD_INPUTS) | $(VENV)/bin/python
 	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
 	@.ci/requirements $(BIN)/python > $(VENV)/requirements.txt
 	@.ci/requirements $(BIN)/python test > $(VENV)/requirements-test.txt
-	$(PIP_INSTALL) -r $(VENV)/requirements.txt -r $(VENV)/requirements-test.txt
-	@.ci/build $(BIN)/python all
+	@.ci/install $(BIN)/python all $(EXTRA_INDEX) -r $(VENV)/requirements.txt -r $(VENV)/requirements-test.txt
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@.ci/announce core $(BIN)/python
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	@.ci/requirements $(BIN)/python bench > $(VENV)/requirements-bench.txt
-	$(PIP_INSTALL) -r $(VENV)/requirements-bench.txt
+	$(BIN)/python -m pip install --disable-pip-version-check $(EXTRA_INDEX) -r $(VENV)/requirements-bench.txt
 	@touch $@

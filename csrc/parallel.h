@@ -5,17 +5,17 @@
 #include <cstdint>
 
 #include "stretches.h"
+#include "variants.h"
 
 // The function is compiled for each of these and the best one is chosen when the object is loaded.
-// x86-64 with an ELF loader only; elsewhere the baseline is what there is.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#ifdef QUIRE_UP_TO_AVX2
+// x86-64 with an ELF loader only; elsewhere the baseline is what there is. A core that was built for
+// a CPU with AVX2 and no AVX-512 has nothing above AVX2.
+#ifndef QUIRE_X86_VARIANTS
+#define QUIRE_VECTOR
+#elif QUIRE_HAS_VARIANT(1) && !QUIRE_HAS_VARIANT(3)
 #define QUIRE_VECTOR __attribute__((target_clones("avx2", "default")))
 #else
 #define QUIRE_VECTOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#endif
-#else
-#define QUIRE_VECTOR
 #endif
 
 namespace quire {

@@ -22,12 +22,20 @@ constexpr int64_t kAloneFloats = 16 * 1024;  // that one thread works on before 
 const DeltaKernels& delta_kernels(int variant) {
     if (variant < 0) variant = last_of(attention_variants());
 #if defined(QUIRE_X86_VARIANTS)
+#if QUIRE_HAS_VARIANT(3)
     if (variant >= static_cast<int>(Variant::kAvx512)) return kDeltaAvx512;
+#endif
+#if QUIRE_HAS_VARIANT(1)
     if (variant == static_cast<int>(Variant::kAvx2)) return kDeltaAvx2;
+#endif
 #elif defined(QUIRE_ARM_VARIANTS)
     if (variant == static_cast<int>(Variant::kNeon)) return kDeltaNeon;
 #endif
+#if QUIRE_HAS_VARIANT(0)
     return kDeltaPortable;
+#else
+    return kDeltaAvx2;
+#endif
 }
 
 // This thread's memory for one part of the work.

@@ -3,10 +3,12 @@ in an empty directory; nothing is downloaded or compiled."""
 
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,10 @@ case "$*" in
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; printf '#!/bin/sh\n' > "$3/bin/quire"
         chmod +x "$3/bin/quire" ;;
     *"pip install"*) echo "$*" >> "$PWD/pip.log"
+        case "${NO_PACKAGES:-} $*" in
+            1*" -r "*) echo "ERROR: no such package"; exit 1 ;;
+            1*" -e "*) exec sleep 600 ;;
+        esac
         case "$*" in *" -e "*)
             [ -z "${FAILS:-}" ] || { echo "ERROR: no such compiler option"; exit 1; }
             echo "Running command Building editable for quire (pyproject.toml)"
@@ -45,7 +51,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make(project: Path, *targets: str, **more: str) -> subprocess.CompletedProcess[str]:
+def make(
+    project: Path, *targets: str, pass_fds: Sequence[int] = (), **more: str
+) -> subprocess.CompletedProcess[str]:
     command = ["make", "--no-print-directory", f"PYTHON={project}/python", *targets]
     given = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     return subprocess.run(
@@ -55,6 +63,7 @@ def make(project: Path, *targets: str, **more: str) -> subprocess.CompletedProce
         capture_output=True,
         text=True,
         timeout=60,
+        pass_fds=pass_fds,
     )
 
 
@@ -101,3 +110,15 @@ def test_a_build_that_fails_says_why_and_is_done_again(project: Path) -> None:
     assert done.returncode != 0 and "no such compiler option" in done.stdout
     assert "build.log" in done.stdout
     assert make(project, "serve").returncode == 0 and len(builds(project)) == 2
+
+
+def test_packages_that_cannot_be_installed_end_the_build(project: Path) -> None:
+    """The build runs alongside pip. It holds the pipe open until it ends."""
+    reader, writer = os.pipe()
+    done = make(project, "serve", pass_fds=(writer,), NO_PACKAGES="1")
+    os.close(writer)
+    assert done.returncode != 0 and "no such package" in done.stdout
+    assert "Building" not in done.stdout
+    assert select.select([reader], [], [], 30)[0] and os.read(reader, 1) == b""
+    os.close(reader)
+    assert make(project, "serve").returncode == 0
