@@ -59,10 +59,10 @@ TESTS = (
     "tests/engine/connectors/test_store.py",
 )  # fmt: skip
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
-LEAST = 0.97
-PATIENCE = 4  # times that a test may take as long as it does without a mutant
-MOST_WAIT_S = 900.0  # for a mutant that waits for something
-MORE_BYTES = 6 << 30  # address space that a mutant may take beyond what there is
+MIN_SCORE = 0.97
+MAX_SLOWDOWN = 4  # times that a test may take as long as it does without a mutant
+MAX_WAIT_S = 900.0  # for a mutant that waits for something
+EXTRA_BYTES = 6 << 30  # address space that a mutant may take beyond what there is
 SURVIVED, KILLED, BROKEN = 0, 1, 2  # what a fork ends with
 
 settings.register_profile(
@@ -244,8 +244,8 @@ class Run:
             f"{self.counts['killed']} of {total} mutants killed: {share:.1%} ({took_s:,.0f} s)"
         )
         row = {"num_mutations": total, "num_seen": self.counts["killed"], "share": share}
-        write(self.given.output_json, "mutation", [row | {"aim": LEAST}], {"seed": self.given.seed})
-        session.testsfailed = int(share < LEAST)
+        write(self.given.output_json, "mutation", [row | {"aim": MIN_SCORE}], {"seed": self.given.seed})
+        session.testsfailed = int(share < MIN_SCORE)
         return True
 
     def _chosen(self) -> list[Mutant]:
@@ -292,7 +292,7 @@ class Run:
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + MORE_BYTES, used + MORE_BYTES))
+            resource.setrlimit(resource.RLIMIT_AS, (used + EXTRA_BYTES, used + MORE_BYTES))
             resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
             settings.load_profile("mutation")
             put_in_place(mutant)
@@ -307,8 +307,8 @@ class Run:
             return SURVIVED
 
         longest_s = max(durations[test] for test in tests)
-        limit_s = int(self.given.budget + PATIENCE * longest_s + 5 + time.process_time())
-        status, by = in_child(work, MOST_WAIT_S)
+        limit_s = int(self.given.budget + MAX_SLOWDOWN * longest_s + 5 + time.process_time())
+        status, by = in_child(work, MAX_WAIT_S)
         return {SURVIVED: "survived", KILLED: "killed"}.get(status, "could not be made"), by
 
     def _tell(self, mutant: Mutant, how: str) -> None:

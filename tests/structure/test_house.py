@@ -191,7 +191,7 @@ def test_every_public_name_resolves() -> None:
         assert getattr(quire, name).__name__ == name
 
 
-MOST_PARAMETERS = 8
+MAX_PARAMETERS = 8
 # Kernels take every pointer and stride; the C++ core's functions every address and size.
 WIDE = ("ops/kernels/", "ops/host/native_types.py")
 # These have the parameters that callers know from other engines, or the operands of a kernel.
@@ -209,6 +209,6 @@ def test_functions_have_few_parameters() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 each = node.args
                 names = {arg.arg for arg in (*each.posonlyargs, *each.args, *each.kwonlyargs)}
-                if len(names - {"self", "cls"}) > MOST_PARAMETERS and not name.startswith(WIDE):
+                if len(names - {"self", "cls"}) > MAX_PARAMETERS and not name.startswith(WIDE):
                     found.append(f"{name}: {node.name}")
     assert set(found) <= PUBLIC
