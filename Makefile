@@ -161,14 +161,12 @@ $(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/bin/python
 	@.ci/announce core $(BIN)/python
 	@touch $@
 
-# The tests run the code of all instruction sets, and their child processes import most packages, so all
-# Python files are compiled. Some packages have files that no Python compiles; that is no error.
+# The tests run the code of all instruction sets.
 $(VENV)/.installed-test: $(BUILD_INPUTS) | $(VENV)/bin/python
 	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
 	@.ci/requirements $(BIN)/python > $(VENV)/requirements.txt
 	@.ci/requirements $(BIN)/python test > $(VENV)/requirements-test.txt
 	@.ci/install $(BIN)/python all $(EXTRA_INDEX) -r $(VENV)/requirements.txt -r $(VENV)/requirements-test.txt
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@.ci/announce core $(BIN)/python
 	@touch $(VENV)/.installed $@
 
