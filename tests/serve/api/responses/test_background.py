@@ -1,4 +1,4 @@
-"""Responses in the background: read while they run, followed, ended; and what they may not do."""
+"""Background responses: read while they run, followed, cancelled, deleted, and limited."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def read(api: TestClient, response_id: str) -> Json:
     return checked(answer.json())
 
 
-def test_it_is_read_until_it_is_over(api: TestClient, held: Any) -> None:
+def test_background_response_can_be_read_until_it_ends(api: TestClient, held: Any) -> None:
     found = asked(api, **GIVEN)
     assert (found["status"], found["output"], found["background"]) == ("queued", [], True)
     assert read(api, found["id"])["status"] == "queued"
@@ -55,19 +55,21 @@ def test_it_is_read_until_it_is_over(api: TestClient, held: Any) -> None:
     assert api.get(f"{PATH}/{found['id']}?stream=true").status_code == 400
 
 
-def test_a_stream_can_be_read_again(api: TestClient) -> None:
+def test_stream_can_be_read_again_from_any_event(api: TestClient) -> None:
     events = streamed(api, **GIVEN)
     kinds = [event["type"] for event in events[:3]]
     assert kinds == ["response.created", "response.queued", "response.in_progress"]
     last = events[-1]["response"]
     assert without_chance(read(api, last["id"])) == without_chance(last)
-    for place in (-1, 0, 7):
-        answer = api.get(f"{PATH}/{last['id']}?stream=true&starting_after={place}")
-        assert events_in(answer.text) == events[place + 1 :]
+    for after in (-1, 0, 7):
+        answer = api.get(f"{PATH}/{last['id']}?stream=true&starting_after={after}")
+        assert events_in(answer.text) == events[after + 1 :]
 
 
-def test_it_goes_on_without_its_reader_and_is_followed(api: TestClient, held: Any) -> None:
-    """The response has begun for a client that leaves; another one reads on where it stopped."""
+def test_response_continues_without_a_reader_and_can_be_followed(
+    api: TestClient, held: Any
+) -> None:
+    """Another client follows the stream from a given event."""
     held.hold(after_steps=4)
     found = asked(api, **GIVEN)
     wait_until(lambda: read(api, found["id"])["status"] == "in_progress")
@@ -80,7 +82,9 @@ def test_it_goes_on_without_its_reader_and_is_followed(api: TestClient, held: An
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_it_is_ended(api: TestClient, api_context: ApiContext, held: Any, how: str) -> None:
+def test_background_response_can_be_cancelled_or_deleted(
+    api: TestClient, api_context: ApiContext, held: Any, how: str
+) -> None:
     found = asked(api, **GIVEN)
     wait_until(lambda: held.num_unfinished == 1)
     path = f"{PATH}/{found['id']}"
@@ -96,7 +100,7 @@ def test_it_is_ended(api: TestClient, api_context: ApiContext, held: Any, how: s
     held.release()
 
 
-def test_what_fails_says_so(api: TestClient, held: Any) -> None:
+def test_failed_response_reports_its_error(api: TestClient, held: Any) -> None:
     found = asked(api, **GIVEN)
     wait_until(lambda: held.num_unfinished == 1)
     held.fail("no token is left")
@@ -106,7 +110,7 @@ def test_what_fails_says_so(api: TestClient, held: Any) -> None:
     held.release()
 
 
-def test_there_are_so_many_at_most(
+def test_number_of_background_responses_is_limited(
     api: TestClient, held: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "MAX_RUNNING", 1)
