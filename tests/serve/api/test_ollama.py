@@ -271,8 +271,8 @@ def test_num_ctx_limits_the_prompt_plus_the_response(api: TestClient, api_contex
         answer = post(api, path, **fields, options={"num_predict": 1, "num_ctx": 1 << 20})
         assert answer.status_code == 200
         assert answer.headers["x-quire-ignored-fields"] == "options.num_ctx"
-    most = {"num_predict": 1, "num_ctx": api_context.client.ready.max_model_len}
-    answer = post(api, "/api/chat", messages=HELLO, options=most)
+    full_context = {"num_predict": 1, "num_ctx": api_context.client.ready.max_model_len}
+    answer = post(api, "/api/chat", messages=HELLO, options=full_context)
     assert "x-quire-ignored-fields" not in answer.headers
     raw = {"prompt": "Hello " * 30, "raw": True, "options": {"num_ctx": 9}}
     assert "and num_ctx is 9" in refused(post(api, "/api/generate", **raw))

@@ -346,19 +346,19 @@ def test_key_sees_and_deletes_only_its_own_pins(small: Engine, context: ApiConte
 
 def test_each_key_pins_up_to_its_share(small: Engine, context: ApiContext) -> None:
     """By default half of the 42 blocks, in even shares of ten; `pin_share` overrides it."""
-    for settings, most in (({}, 10), ({"pin_share": 0.25}, 5), ({"pin_share": 1.0}, 21)):
+    for settings, max_blocks in (({}, 10), ({"pin_share": 0.25}, 5), ({"pin_share": 1.0}, 21)):
         locked = context_of(small, api_key=("one", "two", "one"), **settings)
         with TestClient(create_app(locked)) as api:
-            for key in ("one", "two") if most <= 10 else ("one",):
+            for key in ("one", "two") if max_blocks <= 10 else ("one",):
                 headers = {"Authorization": f"Bearer {key}"}
-                large = {"prompt": [5] * (16 * most + 1)}
+                large = {"prompt": [5] * (16 * max_blocks + 1)}
                 answer = api.post(URL, json=large, headers=headers)
                 assert answer.status_code == 400
-                own = f"share is {most} of 42. Remove"
-                wanted = own if most < 21 else "the limit is half of them"
+                own = f"share is {max_blocks} of 42. Remove"
+                wanted = own if max_blocks < 21 else "the limit is half of them"
                 assert wanted in answer.json()["error"]["message"]
                 assert answer.json()["error"]["param"] == "prompt"
-                body = {"prompt": [5] * (16 * most)}
+                body = {"prompt": [5] * (16 * max_blocks)}
                 assert api.post(URL, json=body, headers=headers).is_success
         for name in client_of(context).names():
             small.client.unpin(name)

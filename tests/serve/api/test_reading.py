@@ -203,11 +203,11 @@ def test_large_bodies_are_parsed_off_the_event_loop(
     threads: list[int] = []
     read = reading.read_json
 
-    def noted(*arguments: Any) -> Any:
+    def recorded(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
         return read(*arguments)
 
-    monkeypatch.setattr(reading, "read_json", noted)
+    monkeypatch.setattr(reading, "read_json", recorded)
     for num_chars in (1, reading.ON_LOOP_BYTES, 1):
         api.post("/tokenize", json={"prompt": "a" * num_chars})
     assert threads[0] == threads[2] != threads[1]

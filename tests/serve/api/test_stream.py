@@ -407,14 +407,14 @@ def test_failures_are_errors_and_the_connection_survives(
 ) -> None:
     """First requests fail, then the engine. The connection works again once the engine is back."""
     client = api_context.client
-    for way, code in ((lambda: client.fail("late", "timeout"), "request_timeout"),
+    for cause_failure, code in ((lambda: client.fail("late", "timeout"), "request_timeout"),
                       (lambda: client.fail("broken"), "request_failed"),
                       (client.kill, "engine_dead")):  # fmt: skip
         client.hold()
         ws.send_json(START | {"prompt": STORY, "last": is_last})
         assert ws.receive_json()["type"] == "started"
         wait_until(lambda: client.num_unfinished == 1)
-        way()
+        cause_failure()
         assert error_of(ws)["code"] == code
         client.release()
     ws.send_json(START | {"prompt": STORY})

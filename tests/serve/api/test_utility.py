@@ -158,11 +158,11 @@ def test_long_prompts_are_tokenised_off_the_event_loop(
     threads: list[int] = []
     render = context.renderer.render
 
-    def noted(*arguments: Any) -> Any:
+    def recorded(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
         return render(*arguments)
 
-    monkeypatch.setattr(context.renderer, "render", noted)
+    monkeypatch.setattr(context.renderer, "render", recorded)
     with TestClient(create_app(context)) as api:
         for text in ("a", "a " * MAX_CHARS_ON_LOOP, "a"):
             assert api.post("/tokenize", json={"prompt": text}).status_code == 200

@@ -26,7 +26,7 @@ GIVEN: Json = {"input": "Tell me a story.", "background": True}
 
 
 @pytest.fixture
-def held(api_context: ApiContext) -> Any:
+def paused_client(api_context: ApiContext) -> Any:
     """The client of an engine that takes no steps until it is released."""
     client: Any = api_context.client
     client.hold()
@@ -39,14 +39,14 @@ def read(api: TestClient, response_id: str) -> Json:
     return checked(answer.json())
 
 
-def test_background_response_can_be_read_until_it_ends(api: TestClient, held: Any) -> None:
+def test_background_response_can_be_read_until_it_ends(api: TestClient, paused_client: Any) -> None:
     found = asked(api, **GIVEN)
     assert (found["status"], found["output"], found["background"]) == ("queued", [], True)
     assert read(api, found["id"])["status"] == "queued"
     error = error_of(api, input="x", previous_response_id=found["id"])
     assert error["code"] == "previous_response_not_finished"
     assert api.get(f"{PATH}/{found['id']}/input_items").status_code == 400
-    held.release()
+    paused_client.release()
     wait_until(lambda: read(api, found["id"])["status"] == "incomplete")
     done = read(api, found["id"])
     whole = asked(api, input="Tell me a story.")
@@ -67,14 +67,14 @@ def test_stream_can_be_read_again_from_any_event(api: TestClient) -> None:
 
 
 def test_response_continues_without_a_reader_and_can_be_followed(
-    api: TestClient, held: Any
+    api: TestClient, paused_client: Any
 ) -> None:
     """Another client follows the stream from a given event."""
-    held.hold(after_steps=4)
+    paused_client.hold(after_steps=4)
     found = asked(api, **GIVEN)
     wait_until(lambda: read(api, found["id"])["status"] == "in_progress")
     with api.stream("GET", f"{PATH}/{found['id']}?stream=true&starting_after=1") as answer:
-        held.release()
+        paused_client.release()
         events = events_in("\n".join(answer.iter_lines()))
     assert events[0]["sequence_number"] == 2
     expected = text_of([{"role": "user", "content": "Tell me a story."}], max_tokens=24)
@@ -83,10 +83,10 @@ def test_response_continues_without_a_reader_and_can_be_followed(
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 def test_background_response_can_be_cancelled_or_deleted(
-    api: TestClient, api_context: ApiContext, held: Any, how: str
+    api: TestClient, api_context: ApiContext, paused_client: Any, how: str
 ) -> None:
     found = asked(api, **GIVEN)
-    wait_until(lambda: held.num_unfinished == 1)
+    wait_until(lambda: paused_client.num_unfinished == 1)
     path = f"{PATH}/{found['id']}"
     if how == "cancel":
         ended = checked(api.post(f"{path}/cancel").json())
@@ -96,22 +96,26 @@ def test_background_response_can_be_cancelled_or_deleted(
     else:
         assert api.delete(path).json()["deleted"]
         assert api.get(path).status_code == 404
-    assert (held.num_unfinished, held.num_aborted, api_context.num_open) == (0, 1, 0)
-    held.release()
+    assert (paused_client.num_unfinished, paused_client.num_aborted, api_context.num_open) == (
+        0,
+        1,
+        0,
+    )
+    paused_client.release()
 
 
-def test_failed_response_reports_its_error(api: TestClient, held: Any) -> None:
+def test_failed_response_reports_its_error(api: TestClient, paused_client: Any) -> None:
     found = asked(api, **GIVEN)
-    wait_until(lambda: held.num_unfinished == 1)
-    held.fail("no token is left")
+    wait_until(lambda: paused_client.num_unfinished == 1)
+    paused_client.fail("no token is left")
     wait_until(lambda: read(api, found["id"])["status"] == "failed")
     error = read(api, found["id"])["error"]
     assert error["code"] == "invalid_prompt" and "no token is left" in error["message"]
-    held.release()
+    paused_client.release()
 
 
 def test_number_of_background_responses_is_limited(
-    api: TestClient, held: Any, monkeypatch: pytest.MonkeyPatch
+    api: TestClient, paused_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "MAX_RUNNING", 1)
     found = asked(api, **GIVEN)
@@ -121,4 +125,4 @@ def test_number_of_background_responses_is_limited(
     api.post(f"{PATH}/{found['id']}/cancel")
     again = asked(api, **GIVEN)
     api.delete(f"{PATH}/{again['id']}")
-    held.release()
+    paused_client.release()
