@@ -1,5 +1,5 @@
-"""The page in a headless browser: chats, forks, the block map, played recordings and hostile text;
-also a dead engine, keyboard-only use, small screens and contrast.
+"""The page in a headless browser: chats, forks, the block map, played recordings and hostile text.
+Also a dead engine, keyboard-only use, small screens and contrast.
 
 Needs playwright and a Chromium: `pip install playwright && playwright install chromium`, or the
 system's `chromium`; skipped if they are absent. Without `-m slow` only a short selection runs.

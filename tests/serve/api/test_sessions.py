@@ -1,5 +1,5 @@
 """Sessions over HTTP: retained requests are forked, continued, rewound and released; errors;
-ownership. Results equal those of fresh requests with the same tokens."""
+ownership. A fresh request with the same tokens gives the same result."""
 
 import json
 import threading
