@@ -47,7 +47,7 @@ MOOD = {
 
 @pytest.fixture(scope="module")
 def shared(make_context: MakeContext) -> Iterator[TestClient]:
-    """One app for the tests that change nothing about it."""
+    """An app shared by the tests that do not change it."""
     with TestClient(create_app(make_context()), raise_server_exceptions=False) as client:
         yield client
 
@@ -58,7 +58,7 @@ def ask(api: TestClient, path: str = PATH, **fields: Any) -> Response:
 
 
 def text_blocks(text: str) -> list[Any]:
-    """Return the content of an answer that is one text."""
+    """Return the content blocks of a response that is one text."""
     return [{"type": "text", "text": text, "citations": None}]
 
 
@@ -69,7 +69,7 @@ def answered(api: TestClient, **fields: Any) -> dict[str, Any]:
 
 
 def events_of(response: Response) -> list[dict[str, Any]]:
-    """The events of a stream, whose names are those of their types."""
+    """Return the events of a stream; check that each event is named after its type."""
     found = []
     for block in response.text.strip().split("\n\n"):
         name, _, data = block.partition("\n")
@@ -79,8 +79,8 @@ def events_of(response: Response) -> list[dict[str, Any]]:
     return found
 
 
-def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a client makes of a stream; checks the order of its events."""
+def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Assemble the message as a client does; check the order of the events."""
     assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
     message = events[0]["message"]
     assert message["content"] == [] and message["stop_reason"] is None
@@ -118,14 +118,14 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def without_chance(message: dict[str, Any]) -> dict[str, Any]:
-    """A message but for its ids and for what happened to be cached."""
-    kept = {name: value for name, value in message.items() if name not in ("id", "usage")}
+def without_ids_and_cached(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message without its ids and without the usage that depends on the cache."""
+    rest = {name: value for name, value in message.items() if name not in ("id", "usage")}
     blocks = [{n: v for n, v in block.items() if n != "id"} for block in message["content"]]
-    return kept | {"content": blocks, "output": message["usage"]["output_tokens"]}
+    return rest | {"content": blocks, "output": message["usage"]["output_tokens"]}
 
 
-def test_a_text(shared: TestClient) -> None:
+def test_text_response_has_engine_output_and_usage(shared: TestClient) -> None:
     expected = direct(HELLO, max_tokens=60)
     response = ask(shared, messages=HELLO)
     message = response.json()
@@ -140,23 +140,23 @@ def test_a_text(shared: TestClient) -> None:
     assert response.headers["request-id"] == response.headers["x-request-id"]
 
 
-def test_the_system_prompt_and_blocks_are_the_conversation_of_a_chat(shared: TestClient) -> None:
+def test_system_and_text_blocks_become_chat_messages(shared: TestClient) -> None:
     chat = [
         {"role": "system", "content": "You are a fox.\nBe brief."},
         {"role": "user", "content": "Who are you?\nTell me."},
     ]
     expected = direct(chat, max_tokens=20)
-    mark = {"cache_control": {"type": "ephemeral"}}
+    cache_mark = {"cache_control": {"type": "ephemeral"}}
     message = answered(
         shared,
         max_tokens=20,
         system=[
             {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=5e0;"},
             {"type": "text", "text": "You are a fox."},
-            {"type": "text", "text": "Be brief."} | mark,
+            {"type": "text", "text": "Be brief."} | cache_mark,
         ],
         messages=[
-            {"role": "user", "content": [{"type": "text", "text": "Who are you?"} | mark]},
+            {"role": "user", "content": [{"type": "text", "text": "Who are you?"} | cache_mark]},
             {"role": "user", "content": "Tell me."},
         ],
         metadata={"user_id": "u"},
@@ -166,7 +166,7 @@ def test_the_system_prompt_and_blocks_are_the_conversation_of_a_chat(shared: Tes
     usage = message["usage"]
     prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
     prompt += usage["cache_creation_input_tokens"]
-    assert shared.delete(f"/v1/requests/{message['id']}").status_code == 200  # it is retained
+    assert shared.delete(f"/v1/requests/{message['id']}").status_code == 200  # retained
     assert prompt == len(expected.prompt_token_ids or ())
 
 
@@ -189,12 +189,12 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("fields", "reason"), list(zip(CASES, REASONS, strict=True)))
-def test_a_stream_is_the_message_in_pieces(
+def test_streamed_events_assemble_to_the_whole_message(
     shared: TestClient, fields: dict[str, Any], reason: str
 ) -> None:
     whole = answered(shared, **fields)
     events = events_of(ask(shared, **fields, stream=True))
-    assert without_chance(put_together(events)) == without_chance(whole)
+    assert without_ids_and_cached(assembled(events)) == without_ids_and_cached(whole)
     assert whole["stop_reason"] == reason
     assert [event["type"] for event in events].count("ping") == 1
     counted = ask(shared, COUNT, **{n: v for n, v in fields.items() if n not in ("max_tokens",)})
@@ -203,7 +203,7 @@ def test_a_stream_is_the_message_in_pieces(
     assert counted.json() == {"input_tokens": both}
 
 
-def test_a_call_and_its_result(shared: TestClient) -> None:
+def test_tool_call_and_result_round_trip(shared: TestClient) -> None:
     message = answered(shared, messages=QUESTION, tools=TOOLS)
     [call] = message["content"]
     assert (call["type"], call["name"], call["input"]) == (
@@ -228,20 +228,20 @@ def test_a_call_and_its_result(shared: TestClient) -> None:
     assert answer["content"] == text_blocks(expected)
 
 
-def test_calls_of_a_forced_tool_alone(shared: TestClient) -> None:
+def test_disable_parallel_tool_use_gives_one_call(shared: TestClient) -> None:
     choice = {"type": "any", "disable_parallel_tool_use": True}
     message = answered(shared, messages=HELLO, tools=TOOLS, tool_choice=choice, max_tokens=90)
     [call] = message["content"]
     assert isinstance(call["input"]["city"], str)
 
 
-def test_a_form(shared: TestClient) -> None:
-    form = {"format": {"type": "json_schema", "schema": MOOD}, "effort": "max"}
-    message = answered(shared, messages=HELLO, output_config=form)
+def test_json_schema_constrains_the_response(shared: TestClient) -> None:
+    output_settings = {"format": {"type": "json_schema", "schema": MOOD}, "effort": "max"}
+    message = answered(shared, messages=HELLO, output_config=output_settings)
     assert json.loads(message["content"][0]["text"])["mood"] in ("good", "bad")
 
 
-def test_the_stop_sequence_is_named(shared: TestClient) -> None:
+def test_response_names_the_matched_stop_sequence(shared: TestClient) -> None:
     text = direct(HELLO, max_tokens=60).outputs[0].text
     before, stop, _ = text.partition("thank")
     assert stop
@@ -250,8 +250,8 @@ def test_the_stop_sequence_is_named(shared: TestClient) -> None:
     assert message["content"] == text_blocks(before)
 
 
-def test_max_tokens_may_be_more_than_there_is_room_for(make_context: MakeContext) -> None:
-    """Clients ask for as much as their own models can write."""
+def test_max_tokens_is_clamped_to_the_context(make_context: MakeContext) -> None:
+    """Clients send the maximum of the models that they were written for."""
     long = [{"role": "user", "content": "one two three four five six seven eight nine ten " * 9}]
     context = make_context()
     with TestClient(create_app(context)) as api:
@@ -264,7 +264,7 @@ def test_max_tokens_may_be_more_than_there_is_room_for(make_context: MakeContext
     assert (message["stop_reason"] == "model_context_window_exceeded") == reached
 
 
-def test_cached_tokens_count_apart(shared: TestClient) -> None:
+def test_usage_counts_cached_tokens_separately(shared: TestClient) -> None:
     fields: dict[str, Any] = {"system": "Count the cached tokens of this one. " * 3}
     first = answered(shared, messages=HELLO, max_tokens=0, **fields)["usage"]
     assert first["output_tokens"] == 0
@@ -275,7 +275,7 @@ def test_cached_tokens_count_apart(shared: TestClient) -> None:
     assert again["input_tokens"] == total - again["cache_read_input_tokens"]
 
 
-def test_a_prompt_that_is_too_long_can_be_counted(shared: TestClient) -> None:
+def test_count_tokens_accepts_prompts_that_are_too_long(shared: TestClient) -> None:
     long = [{"role": "user", "content": "fox " * 600}]
     assert ask(shared, COUNT, messages=long).json()["input_tokens"] > 512
     error = error_of(ask(shared, messages=long), 400, "invalid_request_error")
@@ -294,7 +294,7 @@ THINKING = (
 
 @pytest.fixture(scope="module")
 def thinker() -> Iterator[TestClient]:
-    """An app whose model reasons, if it is not told otherwise."""
+    """An app whose model reasons by default."""
     from quire import LLM
 
     with LLM(
@@ -313,7 +313,7 @@ THINK_BRIEFLY = {"type": "enabled", "budget_tokens": 12}
 STORY: list[Any] = [{"role": "user", "content": "Once upon a time"}]
 
 
-def test_reasoning_is_a_block_of_its_own(thinker: TestClient) -> None:
+def test_reasoning_is_a_separate_block(thinker: TestClient) -> None:
     fields = {"messages": HELLO, "thinking": THINK_BRIEFLY, "max_tokens": 40}
     whole = answered(thinker, **fields)
     thought, text = whole["content"]
@@ -321,13 +321,13 @@ def test_reasoning_is_a_block_of_its_own(thinker: TestClient) -> None:
     assert text["type"] == "text" and text["text"]
     usage = whole["usage"]
     assert 0 < usage["output_tokens_details"]["thinking_tokens"] <= 13 < usage["output_tokens"]
-    streamed = put_together(events_of(ask(thinker, **fields, stream=True)))
-    assert without_chance(streamed) == without_chance(whole)
+    streamed = assembled(events_of(ask(thinker, **fields, stream=True)))
+    assert without_ids_and_cached(streamed) == without_ids_and_cached(whole)
     hidden = answered(thinker, **fields | {"thinking": THINK_BRIEFLY | {"display": "omitted"}})
     assert hidden["content"] == [thought | {"thinking": ""}, text]
 
 
-def test_reasoning_is_switched_off(thinker: TestClient) -> None:
+def test_thinking_type_disabled_turns_reasoning_off(thinker: TestClient) -> None:
     fields = {"messages": STORY, "max_tokens": 20}
     off = answered(thinker, **fields, thinking={"type": "disabled"})
     assert [block["type"] for block in off["content"]] == ["text"]
@@ -335,14 +335,14 @@ def test_reasoning_is_switched_off(thinker: TestClient) -> None:
     assert on["content"][0]["type"] == "thinking"
 
 
-def test_a_budget_beyond_max_tokens_bounds_nothing(thinker: TestClient) -> None:
+def test_thinking_budget_beyond_max_tokens_has_no_effect(thinker: TestClient) -> None:
     fields = {"messages": HELLO, "max_tokens": 8}
     large = answered(thinker, **fields, thinking={"type": "enabled", "budget_tokens": 1024})
     free = answered(thinker, **fields, thinking={"type": "adaptive"})
     assert large["content"] == free["content"]
 
 
-def test_reasoning_goes_back_to_the_template(thinker: TestClient) -> None:
+def test_earlier_reasoning_reaches_the_template(thinker: TestClient) -> None:
     blocks = [
         {"type": "thinking", "thinking": "A greeting.", "signature": "s"},
         {"type": "redacted_thinking", "data": "xyz"},
@@ -354,17 +354,17 @@ def test_reasoning_goes_back_to_the_template(thinker: TestClient) -> None:
     assert counted == ask(thinker, COUNT, messages=seen).json()["input_tokens"]
 
 
-def test_a_model_that_does_not_reason_takes_a_budget(shared: TestClient) -> None:
+def test_non_reasoning_model_ignores_the_thinking_budget(shared: TestClient) -> None:
     plain = answered(shared, messages=HELLO)
-    asked = answered(shared, messages=HELLO, thinking={"type": "enabled", "budget_tokens": 10})
-    assert asked["content"] == plain["content"]
+    reply = answered(shared, messages=HELLO, thinking={"type": "enabled", "budget_tokens": 10})
+    assert reply["content"] == plain["content"]
 
 
 # ---- hooks -----------------------------------------------------------------------------------
 
 
 class Changing:
-    """Changes texts and calls; ends what tells of a storm."""
+    """A hook that changes texts and calls, and ends requests at certain words."""
 
     def before_admission(self, request: HookRequest) -> HookRequest | None:
         self.messages = request.messages
@@ -382,22 +382,24 @@ class Changing:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_hooks_see_messages(api: TestClient, api_context: ApiContext, stream: bool) -> None:
+def test_hooks_see_and_change_messages(
+    api: TestClient, api_context: ApiContext, stream: bool
+) -> None:
     hook = Changing()
     api_context.hooks = Hooks([hook], 30.0)
 
-    def asked(**fields: Any) -> dict[str, Any]:
+    def reply(**fields: Any) -> dict[str, Any]:
         response = ask(api, stream=stream, **fields)
-        return put_together(events_of(response)) if stream else response.json()
+        return assembled(events_of(response)) if stream else response.json()
 
-    ended = asked(messages=HELLO, system=[{"type": "text", "text": "Hm."}])
+    ended = reply(messages=HELLO, system=[{"type": "text", "text": "Hm."}])
     assert [message["role"] for message in hook.messages] == ["system", "user"]
     assert ended["stop_reason"] == "refusal" and ended["stop_details"]["explanation"] == "no help"
     text = direct(HELLO, max_tokens=6).outputs[0].text
     assert "help" not in text
-    changed = asked(messages=HELLO, max_tokens=6)
+    changed = reply(messages=HELLO, max_tokens=6)
     assert changed["content"] == text_blocks(text.upper())
-    [call] = asked(messages=QUESTION, tools=TOOLS)["content"]
+    [call] = reply(messages=QUESTION, tools=TOOLS)["content"]
     assert call["input"] == {"city": "Rome"}
     refused = ask(api, messages=[{"role": "user", "content": "forbidden"}], stream=stream)
     assert "no such word" in error_of(refused, 400, "invalid_request_error")
@@ -407,7 +409,7 @@ def test_hooks_see_messages(api: TestClient, api_context: ApiContext, stream: bo
 
 
 def error_of(response: Response, status: int, kind: str) -> str:
-    """The message of an error, in the one shape that there is."""
+    """Check the shape of an error response, and return its message."""
     assert response.status_code == status, response.text
     body = response.json()
     assert set(body) == {"type", "error", "request_id"} and set(body["error"]) == {
@@ -449,12 +451,14 @@ SEARCH = {"type": "search_result", "source": "s", "title": "t", "content": []}
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_what_is_wrong_is_named(shared: TestClient, fields: dict[str, Any], words: str) -> None:
+def test_errors_name_the_wrong_field(
+    shared: TestClient, fields: dict[str, Any], words: str
+) -> None:
     response = ask(shared, **{"messages": HELLO} | fields)
     assert words in error_of(response, 400, "invalid_request_error")
 
 
-def test_other_errors_have_the_same_shape(make_context: MakeContext) -> None:
+def test_http_errors_have_the_messages_shape(make_context: MakeContext) -> None:
     context = make_context(api_key=("k",), max_body_bytes=1024)
     key = {"x-api-key": "k", "anthropic-version": "2023-06-01"}
     body = {"messages": HELLO, "max_tokens": 1}
@@ -478,11 +482,11 @@ def test_other_errors_have_the_same_shape(make_context: MakeContext) -> None:
         error_of(urgent, 403, "permission_error")
         context.draining = True
         error_of(api.post(PATH, json=body, headers=key), 503, "overloaded_error")
-        for path in ("/v1/messagesx", "/v1/nothing"):  # another's
+        for path in ("/v1/messagesx", "/v1/nothing"):  # paths of other APIs
             assert set(api.get(path, headers=key).json()) == {"error"}
 
 
-def test_a_stream_that_fails_ends_with_an_error(
+def test_failing_stream_ends_with_an_error_event(
     api: TestClient, api_context: ApiContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = api_context.client
@@ -502,7 +506,9 @@ def test_a_stream_that_fails_ends_with_an_error(
     assert "0x7f" not in events[-1]["error"]["message"] and events[-1]["request_id"]
 
 
-def test_unknown_fields_are_left_out_and_named(api: TestClient, strict: TestClient) -> None:
+def test_unknown_fields_are_named_and_refused_only_in_strict_mode(
+    api: TestClient, strict: TestClient
+) -> None:
     fields = {"messages": HELLO, "max_tokens": 1, "context_management": {"edits": []}}
     for path in (PATH, COUNT):
         answer = api.post(path, json=fields)
@@ -512,7 +518,7 @@ def test_unknown_fields_are_left_out_and_named(api: TestClient, strict: TestClie
         assert "no field 'context_management'" in refused
 
 
-def test_the_document_describes_both(api: TestClient) -> None:
+def test_openapi_document_describes_both_endpoints(api: TestClient) -> None:
     document = api.get("/openapi.json").json()
     for path in (PATH, COUNT):
         responses = document["paths"][path]["post"]["responses"]

@@ -1,4 +1,4 @@
-"""Messages made of blocks become a chat's messages (`serve/anthropic/conversation.py`)."""
+"""Messages with blocks become chat messages (`serve/anthropic/conversation.py`)."""
 
 from typing import Any
 
@@ -78,7 +78,7 @@ def tool(call_id: str, content: Any, **fields: Any) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_blocks_become_messages(messages: list[Any], expected: list[Any]) -> None:
+def test_blocks_become_chat_messages(messages: list[Any], expected: list[Any]) -> None:
     assert chat_messages(None, messages) == expected
 
 
@@ -109,13 +109,13 @@ def test_the_system_prompt_comes_first() -> None:
         (assistant(CALL | {"id": None}), "content[0].id must be a text that is not empty"),
     ],
 )  # fmt: skip
-def test_a_wrong_block_is_named(message: dict[str, Any], words: str) -> None:
+def test_errors_name_the_wrong_block(message: dict[str, Any], words: str) -> None:
     with pytest.raises(ApiError) as caught:
         chat_messages(None, [user(TEXT), message])
     assert words in caught.value.message
 
 
-def test_an_answer_goes_on_from_text_alone() -> None:
+def test_only_text_can_be_continued() -> None:
     assert not continues_last(chat_messages(None, [user(TEXT)]))
     assert continues_last(chat_messages(None, [user(TEXT), assistant(text("b"))]))
     for blocks, words in (([CALL], "tool_use"), ([{"type": "redacted_thinking"}], "without text")):
@@ -162,5 +162,5 @@ CHAT_TOOL = {
         ),
     ],
 )  # fmt: skip
-def test_fields_of_the_prompt(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_fields_become_chat_fields(fields: dict[str, Any], expected: dict[str, Any]) -> None:
     assert chat(**fields) == expected

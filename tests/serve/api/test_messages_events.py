@@ -1,5 +1,5 @@
-"""A chat's chunks as the events of a message, and put together (`serve/anthropic/events.py`);
-errors in the shape of messages."""
+"""Chat chunks become message events and whole messages (`serve/anthropic/events.py`); errors have
+the shape of the Messages API."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def message(*chunks: dict[str, Any], **settings: Any) -> dict[str, Any]:
     return message_of([event for each in chunks for event in events.of_chunk(each)])
 
 
-def test_blocks_are_in_the_order_of_the_answer() -> None:
+def test_blocks_keep_the_order_of_the_response() -> None:
     found = message(
         chunk(role="assistant", content=""),
         chunk(reasoning="Hm", reasoning_content="Hm"),
@@ -55,7 +55,7 @@ def test_blocks_are_in_the_order_of_the_answer() -> None:
         ("stop", None, {}, ("end_turn", None)),
         ("stop", 7, {"stops": ["7"]}, ("end_turn", None)),
         ("stop", "x", {"stops": ["y", "x"]}, ("stop_sequence", "x")),
-        ("stop", "x", {}, ("end_turn", None)),  # of the model's own defaults
+        ("stop", "x", {}, ("end_turn", None)),  # a stop string of the model's defaults
         ("length", None, {}, ("max_tokens", None)),
         ("length", None, {"is_cut": True}, ("model_context_window_exceeded", None)),
         ("tool_calls", None, {}, ("tool_use", None)),
@@ -64,7 +64,9 @@ def test_blocks_are_in_the_order_of_the_answer() -> None:
         ("abort", None, {}, ("end_turn", None)),
     ],
 )
-def test_why_it_ended(reason: str, stop: Any, settings: Any, expected: Any) -> None:
+def test_stop_reason_follows_the_finish_reason(
+    reason: str, stop: Any, settings: Any, expected: Any
+) -> None:
     found = message(chunk(content="a"), chunk(reason, stop), **settings)
     assert (found["stop_reason"], found["stop_sequence"]) == expected
     details = found["stop_details"]
@@ -73,13 +75,13 @@ def test_why_it_ended(reason: str, stop: Any, settings: Any, expected: Any) -> N
     )
 
 
-def test_what_nobody_wants_is_not_told() -> None:
+def test_dropped_response_has_no_content() -> None:
     found = message(chunk(content="a"), chunk("stop"), is_dropped=True)
     assert found["content"] == [] and found["usage"]["output_tokens"] == 0
     assert found["usage"]["input_tokens"] == 5 and found["usage"]["cache_read_input_tokens"] == 4
 
 
-def test_an_empty_answer_has_no_blocks() -> None:
+def test_empty_response_has_no_blocks() -> None:
     assert message(chunk(role="assistant", content=""), chunk("stop"))["content"] == []
 
 
@@ -100,13 +102,13 @@ def test_an_empty_answer_has_no_blocks() -> None:
         (ApiError(500, "no"), "api_error"),
     ],
 )
-def test_the_type_of_an_error(error: Exception, kind: str) -> None:
+def test_error_type_follows_the_error(error: Exception, kind: str) -> None:
     body = message_error_body(as_api_error(error), "r")
-    told = {"type": kind, "message": "no"}
-    assert body == {"type": "error", "error": told, "request_id": "r"}
+    shown = {"type": kind, "message": "no"}
+    assert body == {"type": "error", "error": shown, "request_id": "r"}
 
 
-def test_words_that_clients_look_for() -> None:
+def test_error_messages_have_the_words_that_clients_match() -> None:
     body = message_error_body(bad_request("no", "messages", CONTEXT_LENGTH_EXCEEDED), "")
     assert body["error"]["message"] == "prompt is too long: no" and body["request_id"] is None
     body = message_error_body(bad_request("response_format: no.", "response_format"), "")
@@ -124,5 +126,7 @@ def test_words_that_clients_look_for() -> None:
         ("/x/v1/messages", "/x", True),
     ],
 )
-def test_whose_errors_have_this_shape(path: str, root: str, expected: bool) -> None:
+def test_only_messages_paths_get_the_messages_error_shape(
+    path: str, root: str, expected: bool
+) -> None:
     assert is_messages({"path": path, "root_path": root}) is expected

@@ -1,4 +1,4 @@
-"""HEAD is GET without its body; what a path does not know says what it knows."""
+"""HEAD is GET without its body; a 405 names the allowed methods."""
 
 import http.client
 from urllib.parse import urlsplit
@@ -12,7 +12,7 @@ JSON_SCHEMA = "/openapi.json"
 
 
 def readable(api: TestClient) -> list[str]:
-    """All paths that can be read, by the server's own document."""
+    """Return all GET paths, from the server's own OpenAPI document."""
     paths = api.get(JSON_SCHEMA).json()["paths"]
     found = [path.replace("{name}", MODEL) for path in paths if "get" in paths[path]]
     assert {"/health", "/metrics", "/v1/models", "/v1/models/demo"} <= set(found)
@@ -22,17 +22,17 @@ def readable(api: TestClient) -> list[str]:
 ENDLESS = "/v1/engine/live"
 
 
-def test_head_has_what_get_has(api: TestClient) -> None:
+def test_head_has_the_status_and_headers_of_get(api: TestClient) -> None:
     paths = readable(api)
     paths.remove(ENDLESS)
     for path in paths:
-        got, asked = api.get(path), api.head(path)
-        assert (asked.status_code, asked.content) == (got.status_code, b"")
+        got, head = api.get(path), api.head(path)
+        assert (head.status_code, head.content) == (got.status_code, b"")
         for name in ("content-type", "content-length"):
-            assert asked.headers.get(name) == got.headers.get(name)
+            assert head.headers.get(name) == got.headers.get(name)
 
 
-def test_head_of_what_never_ends_ends(server_url: str) -> None:
+def test_head_of_an_endless_stream_ends(server_url: str) -> None:
     connection = http.client.HTTPConnection(urlsplit(server_url).netloc, timeout=30)
     for _ in range(2):  # on one connection
         connection.request("HEAD", ENDLESS)
@@ -42,7 +42,7 @@ def test_head_of_what_never_ends_ends(server_url: str) -> None:
     connection.close()
 
 
-def test_a_connection_goes_on_after_head(server_url: str) -> None:
+def test_connection_is_reusable_after_head(server_url: str) -> None:
     connection = http.client.HTTPConnection(urlsplit(server_url).netloc, timeout=30)
     for method in ("HEAD", "GET", "HEAD"):
         connection.request(method, "/version")
@@ -64,7 +64,7 @@ def test_a_connection_goes_on_after_head(server_url: str) -> None:
         ("DELETE", "/docs", "GET, HEAD"),
     ],
 )
-def test_what_is_not_possible_says_what_is(
+def test_wrong_method_is_a_405_with_the_allowed_methods(
     api: TestClient, method: str, path: str, allowed: str
 ) -> None:
     response = api.request(method, path)

@@ -1,4 +1,4 @@
-"""n and best_of through HTTP with the official client, against the engine without a server."""
+"""n and best_of over HTTP with the official client, compared with the engine."""
 
 import json
 import re
@@ -20,22 +20,22 @@ SAMPLED: dict[str, Any] = {"temperature": 1.2, "top_p": 1.0, "seed": 11, "max_to
 
 
 def texts(prompt: object) -> list[str]:
-    """What the engine gives without a server."""
+    """Return the texts of the engine without a server."""
     found = [completion.text for completion in direct(prompt, n=3, **SAMPLED).outputs]
-    assert len(set(found)) > 1, "the test is to tell them apart"
+    assert len(set(found)) > 1, "the comparison needs different texts"
     return found
 
 
 def by_index(chunks: list[Any]) -> dict[int, list[Any]]:
-    """The choices of a stream's chunks."""
+    """Group the choices of a stream's chunks by index."""
     found: dict[int, list[Any]] = {}
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         found.setdefault(choice.index, []).append(choice)
     return found
 
 
-def test_choices_of_several_prompts(openai_client: openai.OpenAI) -> None:
-    """Numbered prompt by prompt; the prompt's tokens count once, those of all choices do."""
+def test_choices_are_numbered_prompt_by_prompt(openai_client: openai.OpenAI) -> None:
+    """The usage counts each prompt once, and the tokens of all choices."""
     wanted = [text for prompt in PROMPTS for text in texts(prompt)]
     alone = [direct(prompt, n=3, **SAMPLED) for prompt in PROMPTS]
     answer = openai_client.completions.create(model="demo", prompt=PROMPTS, n=3, **SAMPLED)
@@ -46,7 +46,7 @@ def test_choices_of_several_prompts(openai_client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == num_tokens
 
 
-def test_a_stream_of_several_prompts(openai_client: openai.OpenAI) -> None:
+def test_streamed_choices_of_several_prompts_match_the_whole(openai_client: openai.OpenAI) -> None:
     wanted = [text for prompt in PROMPTS for text in texts(prompt)]
     arguments: dict[str, Any] = {"model": "demo", "prompt": PROMPTS, "n": 3, **SAMPLED}
     whole = openai_client.completions.create(**arguments)
@@ -66,7 +66,7 @@ def test_a_stream_of_several_prompts(openai_client: openai.OpenAI) -> None:
     assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
 
 
-def test_messages_to_choose_from(openai_client: openai.OpenAI) -> None:
+def test_chat_returns_n_choices(openai_client: openai.OpenAI) -> None:
     wanted = texts(MESSAGES)
     arguments: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "n": 3, **SAMPLED}
     answer = openai_client.chat.completions.create(**arguments)
@@ -77,8 +77,8 @@ def test_messages_to_choose_from(openai_client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == sum(len(c.token_ids) for c in alone.outputs)
 
 
-def test_a_stream_of_messages(openai_client: openai.OpenAI) -> None:
-    """Each choice has a chunk with the role, its text, and a chunk with its end."""
+def test_streamed_chat_choices_match_the_whole(openai_client: openai.OpenAI) -> None:
+    """Each choice has a chunk with the role, chunks of text, and a chunk with the finish reason."""
     wanted = texts(MESSAGES)
     arguments: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "n": 3, **SAMPLED}
     whole = openai_client.chat.completions.create(**arguments, logprobs=True, top_logprobs=1)
@@ -98,7 +98,7 @@ def test_a_stream_of_messages(openai_client: openai.OpenAI) -> None:
         assert logprobs == choice.logprobs.content
 
 
-def test_the_prompt_is_told_of_once(openai_client: openai.OpenAI) -> None:
+def test_prompt_tokens_are_in_one_chunk_only(openai_client: openai.OpenAI) -> None:
     arguments: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "n": 2, **SAMPLED}
     extra = {"return_token_ids": True, "prompt_logprobs": 1}
     whole = openai_client.chat.completions.create(**arguments, extra_body=extra)
@@ -106,13 +106,13 @@ def test_the_prompt_is_told_of_once(openai_client: openai.OpenAI) -> None:
     with openai_client.chat.completions.create(
         **arguments, stream=True, extra_body=extra
     ) as stream:
-        told = [chunk for chunk in stream if "prompt_token_ids" in (chunk.model_extra or {})]
-    [chunk] = told
+        with_prompt = [chunk for chunk in stream if "prompt_token_ids" in (chunk.model_extra or {})]
+    [chunk] = with_prompt
     for name in ("prompt_token_ids", "prompt_logprobs"):
         assert chunk.model_extra[name] == whole.model_extra[name]
 
 
-def test_echo_and_logprobs_of_each_choice(openai_client: openai.OpenAI) -> None:
+def test_every_choice_has_echo_and_logprobs(openai_client: openai.OpenAI) -> None:
     wanted = texts(PROMPTS[0])
     arguments: dict[str, Any] = {"model": "demo", "prompt": PROMPTS[0], "n": 3, **SAMPLED}
     answer = openai_client.completions.create(**arguments, echo=True, logprobs=1)
@@ -131,8 +131,8 @@ def test_echo_and_logprobs_of_each_choice(openai_client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_of_tools_in_each_choice(openai_client: openai.OpenAI, stream: bool) -> None:
-    """Each choice has its own calls, numbered from zero."""
+def test_every_choice_has_its_own_tool_calls(openai_client: openai.OpenAI, stream: bool) -> None:
+    """Calls are numbered from zero in each choice."""
     raw = [c.text for c in direct(QUESTION, ChatOptions(tools=TOOLS), n=3, **WARM).outputs]
     assert all(text.startswith("<tool_call>") for text in raw)
     answer = openai_client.chat.completions.create(
@@ -156,8 +156,7 @@ def test_calls_of_tools_in_each_choice(openai_client: openai.OpenAI, stream: boo
     assert len({call.id for [call] in calls.values()}) == 3
 
 
-def test_best_of(openai_client: openai.OpenAI) -> None:
-    """The best are shown, what was dropped is counted."""
+def test_best_of_returns_the_best_and_counts_all(openai_client: openai.OpenAI) -> None:
     alone = direct(PROMPTS[0], n=2, best_of=5, **SAMPLED)
     every = direct(PROMPTS[0], n=5, **SAMPLED)
     answer = openai_client.completions.create(
@@ -169,7 +168,7 @@ def test_best_of(openai_client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == sum(len(c.token_ids) for c in every.outputs)
 
 
-def test_no_tokens_of_n(openai_client: openai.OpenAI) -> None:
+def test_max_tokens_zero_echoes_the_prompt_n_times(openai_client: openai.OpenAI) -> None:
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPTS[1], n=2, best_of=3, echo=True, **(SAMPLED | {"max_tokens": 0})
     )
@@ -197,7 +196,7 @@ REFUSED_TEXT: list[tuple[dict[str, Any], str, str]] = [
     [("/v1/completions", *case) for case in REFUSED + REFUSED_TEXT]
     + [("/v1/chat/completions", *case) for case in REFUSED],
 )
-def test_refusals(
+def test_bad_n_and_best_of_are_refused(
     api: TestClient, api_context: ApiContext, url: str, fields: Any, param: str, message: str
 ) -> None:
     body = {"prompt": "Hi"} if url == "/v1/completions" else {"messages": MESSAGES}
@@ -209,7 +208,7 @@ def test_refusals(
 
 
 @pytest.mark.parametrize("value", [1, None])
-def test_one_is_what_all_get(api: TestClient, value: int | None) -> None:
-    """Also greedily, where more could not differ."""
+def test_n_of_one_or_null_gives_one_choice(api: TestClient, value: int | None) -> None:
+    """Also with temperature 0, where a larger n is refused."""
     body = {"prompt": "Hi", "n": value, "best_of": value, "temperature": 0, "max_tokens": 3}
     assert len(api.post("/v1/completions", json=body).json()["choices"]) == 1

@@ -1,4 +1,4 @@
-"""Usage and limits of keys, through the app: what the ledger says, and who is let in.
+"""Usage and limits of keys, through the app: the ledger's lines, and the rate limits.
 
 Covers `serve/observers/observers.py` and `serve/http/rate_gate.py`.
 """
@@ -38,7 +38,7 @@ def headers(key: int = 0) -> dict[str, str]:
 
 
 class Observed:
-    """A context whose requests are observed. client: the engine's own."""
+    """A context whose requests are observed. client: the engine's own client."""
 
     def __init__(self, context: ApiContext) -> None:
         self.context, self.clock = context, FakeClock(100.0)
@@ -64,7 +64,7 @@ def ledger(make_context: MakeContext, tmp_path: Path) -> Iterator[Observed]:
 
 
 def lines_of(observed: Observed, num: int) -> list[dict[str, Any]]:
-    """The ledger's lines, once there are so many; no key is in it."""
+    """Wait for `num` lines in the ledger; check that they hold no key."""
     path = Path(observed.context.config.usage_log or "")
     wait_until(lambda: path.read_text().count("\n") >= num)
     text = path.read_text()
@@ -74,7 +74,7 @@ def lines_of(observed: Observed, num: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_line_for_each_prompt_with_what_it_took(ledger: Observed) -> None:
+def test_ledger_has_a_line_with_the_usage_of_each_prompt(ledger: Observed) -> None:
     with TestClient(create_app(ledger.context)) as api:
         body = {"prompt": [PROMPT, [3, 4]], "max_tokens": 6, "n": 2, "seed": 3}
         answer = api.post(COMPLETIONS, json=body, headers=headers(1)).json()
@@ -98,7 +98,7 @@ def test_a_line_for_each_prompt_with_what_it_took(ledger: Observed) -> None:
     assert lines[2]["time"].endswith("Z")
 
 
-def test_cached_tokens_are_told(ledger: Observed) -> None:
+def test_ledger_reports_cached_tokens(ledger: Observed) -> None:
     prompt = list(range(100, 164))
     with TestClient(create_app(ledger.context)) as api:
         for _ in range(2):
@@ -109,8 +109,8 @@ def test_cached_tokens_are_told(ledger: Observed) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_a_client_took_that_left(ledger: Observed, stream: bool) -> None:
-    """Of an answer in one piece nothing had come out yet: the engine says what it took."""
+def test_ledger_reports_the_usage_of_disconnected_clients(ledger: Observed, stream: bool) -> None:
+    """Without streaming no token was sent yet, so the engine reports the usage."""
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": stream}
     with serving(ledger.context) as url:
         ledger.client.hold(after_steps=5)
@@ -127,7 +127,7 @@ def test_what_a_client_took_that_left(ledger: Observed, stream: bool) -> None:
     assert 1 <= line["completion_tokens"] < 400
 
 
-def test_what_never_had_a_token_took_nothing(ledger: Observed) -> None:
+def test_ledger_has_no_usage_for_requests_without_a_token(ledger: Observed) -> None:
     with TestClient(create_app(ledger.context), raise_server_exceptions=False) as api:
         api.post(COMPLETIONS, json={"prompt": PROMPT}, headers={"Authorization": "Bearer no"})
         api.post(COMPLETIONS, json={"prompt": PROMPT, "n": -1}, headers=headers())
@@ -137,7 +137,7 @@ def test_what_never_had_a_token_took_nothing(ledger: Observed) -> None:
     assert (line["status"], line["prompt_tokens"]) == ("engine_dead", 0)
 
 
-def test_servers_without_any_of_it_have_the_plain_client(api_context: ApiContext) -> None:
+def test_client_is_not_wrapped_without_observers(api_context: ApiContext) -> None:
     observers = Observers(api_context.client, ServerConfig(), "fox", None)
     assert observers.client is api_context.client
 
@@ -155,12 +155,12 @@ def limited(make_context: MakeContext) -> Iterator[Observed]:
 
 
 def left_of(limited: Observed) -> int:
-    """How many tokens the first key has left."""
+    """Return the number of tokens that the first key has left."""
     assert limited.context.rates is not None
     return limited.context.rates.levels(0)["tokens"].num_left
 
 
-def test_a_limit_of_requests(limited: Observed) -> None:
+def test_requests_per_minute_are_limited_per_key(limited: Observed) -> None:
     body = {"prompt": [5], "max_tokens": 1}
     with TestClient(create_app(limited.context)) as api:
         for left in (2, 1, 0):
@@ -181,8 +181,8 @@ def test_a_limit_of_requests(limited: Observed) -> None:
 
 
 @pytest.mark.parametrize("stream", slow_but((False, True), True))
-def test_a_limit_of_tokens(limited: Observed, stream: bool) -> None:
-    """5 of the prompt and 100 written, at one a second: 45 of debt and one more are waited for."""
+def test_tokens_per_minute_are_limited(limited: Observed, stream: bool) -> None:
+    """105 tokens from a bucket of 60, refilled by one a second: wait for 45 of debt plus one."""
     body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": stream}
     assert len(direct(PROMPT, max_tokens=100, ignore_eos=True).outputs[0].token_ids) == 100
     with TestClient(create_app(limited.context)) as api:
@@ -193,17 +193,19 @@ def test_a_limit_of_tokens(limited: Observed, stream: bool) -> None:
         assert refused.status_code == 429 and refused.headers["retry-after"] == "46"
         assert refused.json()["error"]["type"] == "tokens"
         assert refused.headers["x-ratelimit-reset-tokens"] == "1m45s"
-        assert refused.headers["x-ratelimit-remaining-requests"] == "2"  # it took none
+        assert refused.headers["x-ratelimit-remaining-requests"] == "2"  # the refusal used none
         limited.clock.advance(46)
         refused = api.post(COMPLETIONS, json=body, headers=headers())
         assert refused.status_code == 429 and refused.headers["retry-after"] == "59"
-        assert "105" in refused.json()["error"]["message"]  # more than a bucket: it must be full
+        assert (
+            "105" in refused.json()["error"]["message"]
+        )  # more than a bucket holds: it must be full
         limited.clock.advance(59)
         assert api.post(COMPLETIONS, json=body, headers=headers()).status_code == 200
 
 
-def test_open_requests_do_not_overshoot(limited: Observed) -> None:
-    """Three that may come to 25 each do not go into 60, though none has written anything yet."""
+def test_open_requests_reserve_their_maximum_tokens(limited: Observed) -> None:
+    """Three requests of up to 25 tokens do not fit into 60, even before any output."""
     body = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True}
     limited.client.hold()
     with (
@@ -211,18 +213,18 @@ def test_open_requests_do_not_overshoot(limited: Observed) -> None:
         httpx.Client(base_url=url, headers=headers()) as client,
         ThreadPoolExecutor(2) as threads,
     ):
-        asked = [threads.submit(client.post, COMPLETIONS, json=body) for _ in range(2)]
+        pending = [threads.submit(client.post, COMPLETIONS, json=body) for _ in range(2)]
         wait_until(lambda: left_of(limited) == 10)
         refused = client.post(COMPLETIONS, json=body)
         assert refused.status_code == 429 and refused.headers["retry-after"] == "15"
         assert refused.headers["x-ratelimit-remaining-tokens"] == "10"
         limited.client.release()
-        assert [each.result(30).status_code for each in asked] == [200, 200]
+        assert [each.result(30).status_code for each in pending] == [200, 200]
     assert left_of(limited) == 10
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_was_not_needed_comes_back(limited: Observed, stream: bool) -> None:
+def test_unused_reserved_tokens_are_returned(limited: Observed, stream: bool) -> None:
     [output] = direct(PROMPT, max_tokens=40, temperature=0).outputs
     body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": stream}
     body["stop_token_ids"] = [output.token_ids[3]]
@@ -233,7 +235,7 @@ def test_what_was_not_needed_comes_back(limited: Observed, stream: bool) -> None
     assert left_of(limited) == 60 - len(PROMPT) - num_written
 
 
-def test_each_sequence_counts(limited: Observed) -> None:
+def test_every_sequence_counts_against_the_limit(limited: Observed) -> None:
     body = {"prompt": PROMPT, "max_tokens": 20, "n": 3, "seed": 1}
     assert limited.context.rates is not None
     limited.context.rates.charge(0, 10)
@@ -243,7 +245,7 @@ def test_each_sequence_counts(limited: Observed) -> None:
         assert "65 that this request" in refused.json()["error"]["message"]
 
 
-def test_a_request_without_a_token_gives_its_prompt_back(limited: Observed) -> None:
+def test_failed_request_returns_its_reserved_tokens(limited: Observed) -> None:
     with TestClient(create_app(limited.context), raise_server_exceptions=False) as api:
         limited.client.kill()
         answer = api.post(COMPLETIONS, json={"prompt": PROMPT}, headers=headers())
@@ -251,7 +253,7 @@ def test_a_request_without_a_token_gives_its_prompt_back(limited: Observed) -> N
         assert left_of(limited) == 60
 
 
-def test_websockets_are_limited_too(limited: Observed) -> None:
+def test_websocket_requests_are_limited(limited: Observed) -> None:
     start = {"type": "start", "prompt": [5], "last": True, "max_tokens": 1}
     with (
         TestClient(create_app(limited.context)) as api,
@@ -269,9 +271,9 @@ def test_websockets_are_limited_too(limited: Observed) -> None:
 def test_without_keys_all_share_one_limit(make_context: MakeContext) -> None:
     found = Observed(make_context(requests_per_minute=(1,)))
     with TestClient(create_app(found.context)) as api:
-        told = [
+        statuses = [
             api.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1, "user": user}).status_code
             for user in ("a", "b")
         ]
-    assert told == [200, 429]
+    assert statuses == [200, 429]
     found.close()

@@ -44,7 +44,7 @@ TIMES = ("total_duration", "load_duration", "prompt_eval_duration", "eval_durati
 
 @pytest.fixture(scope="module")
 def shared(make_context: MakeContext) -> Iterator[TestClient]:
-    """One app for the tests that change nothing about it."""
+    """An app shared by the tests that do not change it."""
     with TestClient(create_app(make_context()), raise_server_exceptions=False) as client:
         yield client
 
@@ -76,7 +76,7 @@ def refused(response: Response, status: int = 400) -> str:
     return str(text)
 
 
-def test_a_chat_streams_lines_and_ends_with_counts_and_times(shared: TestClient) -> None:
+def test_chat_streams_lines_and_ends_with_counts_and_durations(shared: TestClient) -> None:
     expected = direct(HELLO, max_tokens=60).outputs[0]
     *pieces, last = lines(shared, "/api/chat", messages=HELLO)
     assert "".join(piece["message"]["content"] for piece in pieces) == expected.text
@@ -104,7 +104,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "reason"), CASES)
-def test_a_stream_is_the_answer_in_pieces(
+def test_streamed_lines_assemble_to_the_whole_response(
     shared: TestClient, path: str, fields: dict[str, Any], reason: str
 ) -> None:
     one, several = whole(shared, path, **fields), lines(shared, path, **fields)
@@ -121,14 +121,14 @@ def test_a_stream_is_the_answer_in_pieces(
     assert one["eval_count"] == several[-1]["eval_count"]
 
 
-def test_a_call_is_one_line_with_arguments_as_an_object(shared: TestClient) -> None:
+def test_tool_call_is_one_line_with_object_arguments(shared: TestClient) -> None:
     found = lines(shared, "/api/chat", messages=QUESTION, tools=TOOLS)
     [calls] = [each["message"]["tool_calls"] for each in found if "tool_calls" in each["message"]]
     function = {"index": 0, "name": "get_weather", "arguments": {"city": "Paris"}}
     assert [call["function"] for call in calls] == [function] and calls[0]["id"]
 
 
-def test_a_call_and_its_result_give_the_prompt_of_a_chat(shared: TestClient) -> None:
+def test_tool_call_and_result_give_the_chat_completions_prompt(shared: TestClient) -> None:
     call = {"function": {"index": 0, "name": "get_weather", "arguments": {"city": "Paris"}}}
     result = {"role": "tool", "tool_name": "get_weather", "content": "sunny"}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -145,7 +145,7 @@ def test_a_call_and_its_result_give_the_prompt_of_a_chat(shared: TestClient) -> 
     assert answer["prompt_eval_count"] == expected["usage"]["prompt_tokens"]
 
 
-def test_calls_get_ids_that_join_them_to_their_results() -> None:
+def test_generated_call_ids_match_calls_to_results() -> None:
     call = {"function": {"name": "f", "arguments": {}}}
     calling = {"role": "assistant", "tool_calls": [call, call]}
     result = {"role": "tool", "tool_name": "f", "content": "1"}
@@ -158,14 +158,14 @@ def test_calls_get_ids_that_join_them_to_their_results() -> None:
     assert chat_messages([wrong, calling])[1]["tool_calls"][0]["id"] == "call00000"
 
 
-def test_raw_text_has_no_template_and_all_the_length_that_fits(shared: TestClient) -> None:
+def test_raw_prompt_skips_the_template_and_may_fill_the_context(shared: TestClient) -> None:
     expected = direct("Once upon a time", max_tokens=500).outputs[0]
     options = {"num_predict": -1}
     found = whole(shared, "/api/generate", prompt="Once upon a time", raw=True, options=options)
     assert found["response"] == expected.text and found["eval_count"] == len(expected.token_ids)
 
 
-def test_a_length_above_what_fits_is_reduced(shared: TestClient) -> None:
+def test_num_predict_is_clamped_to_the_context(shared: TestClient) -> None:
     options = {"num_predict": 100_000}
     for path, fields in (
         ("/api/chat", {"messages": HELLO}),
@@ -174,14 +174,14 @@ def test_a_length_above_what_fits_is_reduced(shared: TestClient) -> None:
         assert whole(shared, path, **fields, options=options)["done"]
 
 
-def test_without_a_prompt_the_model_is_loaded(shared: TestClient) -> None:
+def test_empty_prompt_only_loads_the_model(shared: TestClient) -> None:
     for path, fields in (("/api/chat", {"messages": []}), ("/api/generate", {"keep_alive": 0})):
         found = post(shared, path, **fields).json()
         assert (found["done"], found["done_reason"]) == (True, "load")
         assert found.get("response", "") == "" and "eval_count" not in found
 
 
-def test_json_is_read_whatever_its_type_is_called(shared: TestClient) -> None:
+def test_json_body_is_read_with_any_content_type(shared: TestClient) -> None:
     body = json.dumps({"model": "demo:latest", "messages": HELLO, "stream": False})
     for kind in ("application/x-www-form-urlencoded", "text/plain"):
         answer = shared.post("/api/chat", content=body, headers={"content-type": kind})
@@ -215,7 +215,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "reason"), REFUSED)
-def test_a_bad_chat_is_refused_with_a_sentence(
+def test_bad_chat_is_refused_with_a_reason(
     shared: TestClient, fields: dict[str, Any], reason: str
 ) -> None:
     assert refused(post(shared, "/api/chat", **{"messages": HELLO} | fields)).startswith(reason)
@@ -231,20 +231,24 @@ def test_a_bad_chat_is_refused_with_a_sentence(
         ({"steps": 5}, "steps=5: this server generates text only"),
     ],
 )
-def test_a_bad_generation_is_refused_with_a_sentence(
+def test_bad_generate_body_is_refused_with_a_reason(
     shared: TestClient, fields: dict[str, Any], reason: str
 ) -> None:
     assert refused(post(shared, "/api/generate", prompt="Hi", **fields)).startswith(reason)
 
 
-def test_penalties_apply_to_the_whole_text_or_not_at_all(api: TestClient, api_context: Any) -> None:
+def test_repeat_last_n_applies_the_penalty_to_all_text_or_none(
+    api: TestClient, api_context: Any
+) -> None:
     for last, penalty in ((None, 1.5), (-1, 1.5), (0, 1.0)):
         options = {"repeat_penalty": 1.5, "repeat_last_n": last, "num_predict": 1, "seed": -1}
         assert post(api, "/api/chat", messages=HELLO, options=options).status_code == 200
         assert api_context.client.requests[-1].params.repetition_penalty == penalty
 
 
-def test_unknown_options_are_named_or_refused(shared: TestClient, strict: TestClient) -> None:
+def test_unknown_options_are_named_and_refused_only_in_strict_mode(
+    shared: TestClient, strict: TestClient
+) -> None:
     options = {"num_predict": 1, "num_ctx": 80, "typo": 1}
     answer = post(shared, "/api/chat", messages=HELLO, options=options)
     assert answer.headers["x-quire-ignored-fields"] == "options.typo"
@@ -252,7 +256,7 @@ def test_unknown_options_are_named_or_refused(shared: TestClient, strict: TestCl
     assert refused(answer) == 'there is no option "typo"; remove it.'
 
 
-def test_a_prompt_and_its_answer_fit_into_num_ctx(api: TestClient, api_context: Any) -> None:
+def test_num_ctx_limits_the_prompt_plus_the_response(api: TestClient, api_context: Any) -> None:
     body: dict[str, Any] = {"messages": HELLO, "options": {"num_predict": 50, "num_ctx": 20}}
     body["stream"] = False
     num_prompt = post(api, "/api/chat", **body).json()["prompt_eval_count"]
@@ -267,8 +271,8 @@ def test_a_prompt_and_its_answer_fit_into_num_ctx(api: TestClient, api_context: 
         answer = post(api, path, **fields, options={"num_predict": 1, "num_ctx": 1 << 20})
         assert answer.status_code == 200
         assert answer.headers["x-quire-ignored-fields"] == "options.num_ctx"
-    most = {"num_predict": 1, "num_ctx": api_context.client.ready.max_model_len}
-    answer = post(api, "/api/chat", messages=HELLO, options=most)
+    full_context = {"num_predict": 1, "num_ctx": api_context.client.ready.max_model_len}
+    answer = post(api, "/api/chat", messages=HELLO, options=full_context)
     assert "x-quire-ignored-fields" not in answer.headers
     raw = {"prompt": "Hello " * 30, "raw": True, "options": {"num_ctx": 9}}
     assert "and num_ctx is 9" in refused(post(api, "/api/generate", **raw))
@@ -291,7 +295,7 @@ def test_unknown_models_and_paths_have_ollamas_errors(shared: TestClient) -> Non
         assert text.startswith("quire serves the models that it was started with")
 
 
-def test_a_served_model_is_pulled_at_once(shared: TestClient) -> None:
+def test_pull_of_a_served_model_succeeds_immediately(shared: TestClient) -> None:
     streamed = shared.post("/api/pull", json={"name": "demo"})
     assert streamed.headers["content-type"] == "application/x-ndjson"
     assert streamed.json() == {"status": "success"}
@@ -332,7 +336,7 @@ def thinker() -> Iterator[TestClient]:
     engine.client.close()
 
 
-def test_reasoning_is_a_field_of_its_own(thinker: TestClient) -> None:
+def test_reasoning_is_a_separate_field(thinker: TestClient) -> None:
     fields: dict[str, Any] = {"messages": HELLO, "options": {"num_predict": 20}}
     message = whole(thinker, "/api/chat", **fields, think=True)["message"]
     assert message["thinking"] and message["content"] == ""
@@ -349,7 +353,7 @@ def test_reasoning_is_a_field_of_its_own(thinker: TestClient) -> None:
 
 
 class Upper:
-    """Writes all output in capitals, and changes calls."""
+    """A hook that upper-cases output and changes tool calls."""
 
     def on_output(self, piece: HookPiece) -> HookPiece:
         return replace(piece, text=piece.text.upper())
@@ -358,7 +362,7 @@ class Upper:
         return replace(call, arguments='{"city": "Rome"}')
 
 
-def test_hooks_see_the_answer(api: TestClient, api_context: ApiContext) -> None:
+def test_hooks_change_the_response(api: TestClient, api_context: ApiContext) -> None:
     api_context.hooks = Hooks([Upper()], 30.0)
     for path, fields in (
         ("/api/chat", {"messages": HELLO}),
@@ -372,7 +376,7 @@ def test_hooks_see_the_answer(api: TestClient, api_context: ApiContext) -> None:
             assert call["function"]["arguments"] == {"city": "Rome"}
 
 
-def test_a_stream_that_fails_ends_with_an_error(api: TestClient, api_context: Any) -> None:
+def test_failing_stream_ends_with_an_error(api: TestClient, api_context: Any) -> None:
     api_context.client.hold(after_steps=3)
     body = {"messages": HELLO, "options": GREEDY}
     with api.stream("POST", "/api/chat", json=body) as answer:
@@ -389,7 +393,7 @@ def embedder() -> Iterator[TestClient]:
         yield app
 
 
-def test_embeddings_are_those_of_openais_endpoint(embedder: TestClient) -> None:
+def test_embeddings_match_the_openai_endpoint(embedder: TestClient) -> None:
     texts = ["a fox", "a dog and a cat"]
     expected = embedder.post("/v1/embeddings", json={"input": texts}).json()
     found = embedder.post("/api/embed", json={"model": "small", "input": texts}).json()
@@ -402,10 +406,10 @@ def test_embeddings_are_those_of_openais_endpoint(embedder: TestClient) -> None:
     assert [number / scale for number in old["embedding"]] == pytest.approx(found["embeddings"][0])
 
 
-def test_the_limit_of_the_requested_model_counts(
+def test_requested_models_context_limit_applies(
     make_context: MakeContext, embedder: TestClient
 ) -> None:
-    """With several models, and a tag in the name."""
+    """The server has several models, and the requested name has a tag."""
     context = make_context()
     own = cast(FastAPI, embedder.app).state.context
     context.models = (
@@ -422,7 +426,7 @@ def test_the_limit_of_the_requested_model_counts(
         assert app.post("/api/embeddings", json=body).status_code == 200
 
 
-def test_long_texts_are_cut_unless_that_is_refused(embedder: TestClient) -> None:
+def test_long_texts_are_truncated_unless_truncate_is_false(embedder: TestClient) -> None:
     long = {"input": "fox " * 200}
     assert embedder.post("/api/embed", json=long).status_code == 200
     assert "tokens" in refused(embedder.post("/api/embed", json=long | {"truncate": False}))

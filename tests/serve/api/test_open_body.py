@@ -19,7 +19,7 @@ BODIES = [
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-def test_unknown_fields_are_left_out_and_named(
+def test_unknown_fields_are_named_and_refused_only_in_strict_mode(
     api: TestClient, strict: TestClient, path: str, body: dict[str, Any]
 ) -> None:
     more = body | {"provider": {"order": [1]}, "länge": None}
@@ -46,7 +46,7 @@ ODD = [" a ", "b\x7f", "c,d", "\r\nSet-Cookie: e", "50%", "\x00"]
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "expected"),
     [
         (LONG, ", ".join(LONG[:5]) + ", 95 more"),
         (["\n" * 200, "\n" * 201], "%0A" * 200 + ", 1 more"),
@@ -54,14 +54,14 @@ ODD = [" a ", "b\x7f", "c,d", "\r\nSet-Cookie: e", "50%", "\x00"]
         (["a", ""], 'a, ""'),
     ],
 )
-def test_a_header_is_short_and_clean_whatever_was_sent(
-    api: TestClient, names: list[str], told: str
+def test_ignored_fields_header_is_short_and_escaped(
+    api: TestClient, names: list[str], expected: str
 ) -> None:
     answer = api.post("/v1/completions", json=COMPLETION | dict.fromkeys(names, 1))
-    assert answer.status_code == 200 and answer.headers[HEADER] == told
+    assert answer.status_code == 200 and answer.headers[HEADER] == expected
 
 
-def test_an_error_guesses_at_the_field_that_was_meant(api: TestClient) -> None:
+def test_error_suggests_the_intended_field(api: TestClient) -> None:
     answer = api.post("/v1/chat/completions", json={"mesages": CHAT["messages"]})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "messages")
@@ -73,6 +73,6 @@ def test_an_error_guesses_at_the_field_that_was_meant(api: TestClient) -> None:
     assert "Is " not in error["message"]
 
 
-def test_own_endpoints_are_strict(api: TestClient) -> None:
+def test_native_endpoints_are_always_strict(api: TestClient) -> None:
     answer = api.post("/v1/prefixes", json={"prompt": "Once", "provider": 1})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "provider"

@@ -1,4 +1,4 @@
-"""Pages of other sites change nothing on a server: their requests are refused on every route."""
+"""Requests from other sites' pages are refused on every route that changes something."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -36,7 +36,7 @@ OWN = (
     {"Origin": "https://behind.proxy", "Sec-Fetch-Site": "same-origin"},
     {"Sec-Fetch-Site": "none"},
 )
-# Every route that is read with GET. Before a new one goes here: its handler changes nothing.
+# Every GET route. Add one only if its handler changes nothing.
 READS = {
     "/api/ps", "/api/tags", "/api/version", "/models", "/props", "/slots",
     "/", "/page/{name}", "/docs", "/openapi.json", "/health", "/ready", "/ping", "/load",
@@ -81,7 +81,7 @@ def changing(app: FastAPI) -> list[tuple[str, str]]:
     ]
 
 
-def test_no_route_is_forgotten(app: FastAPI, client: TestClient) -> None:
+def test_every_changing_route_refuses_other_origins(app: FastAPI, client: TestClient) -> None:
     routes = changing(app)
     assert ("POST", "/abort_requests") in routes and len(routes) >= 20
     for method, path in (*routes, ("POST", "/nowhere"), ("PATCH", "/health"), ("TRACE", "/")):
@@ -90,13 +90,13 @@ def test_no_route_is_forgotten(app: FastAPI, client: TestClient) -> None:
         assert "allowed-origins" in answer.text and answer.headers["x-request-id"]
 
 
-def test_routes_that_are_read(app: FastAPI) -> None:
+def test_all_get_routes_are_listed(app: FastAPI) -> None:
     reads = {route.path for route in table(app.routes) if "GET" in route.methods}
     assert reads == READS
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
-def test_other_sites(client: TestClient, headers: dict[str, str]) -> None:
+def test_other_sites_may_read_but_not_change(client: TestClient, headers: dict[str, str]) -> None:
     answer = client.post("/abort_requests", headers=headers)
     assert answer.status_code == 403
     assert answer.json()["error"]["code"] == "origin_not_allowed"
@@ -104,11 +104,13 @@ def test_other_sites(client: TestClient, headers: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("headers", OWN, ids=str)
-def test_own_page_and_other_clients(client: TestClient, headers: dict[str, str]) -> None:
+def test_own_page_and_other_clients_are_accepted(
+    client: TestClient, headers: dict[str, str]
+) -> None:
     assert client.post("/abort_requests", headers=headers).status_code == 200
 
 
-def test_allowed_origins(make_context: MakeContext) -> None:
+def test_allowed_origins_are_accepted(make_context: MakeContext) -> None:
     with TestClient(create_app(make_context(allowed_origins=(FRIEND,))), base_url=HERE) as client:
         site = {"Sec-Fetch-Site": "cross-site"}
         friend = client.post("/abort_requests", headers={"Origin": FRIEND, **site})
@@ -117,13 +119,13 @@ def test_allowed_origins(make_context: MakeContext) -> None:
         assert client.post("/abort_requests", headers={"Origin": EVIL, **site}).status_code == 403
         both = [("Origin", FRIEND), ("Origin", EVIL)]
         assert client.post("/abort_requests", headers=both).status_code == 403
-        asked = {"Origin": FRIEND, "Access-Control-Request-Method": "POST"}
-        assert client.options("/abort_requests", headers=asked).status_code == 200
+        preflight = {"Origin": FRIEND, "Access-Control-Request-Method": "POST"}
+        assert client.options("/abort_requests", headers=preflight).status_code == 200
     with TestClient(create_app(make_context(allowed_origins=("*",))), base_url=HERE) as client:
         assert client.post("/abort_requests", headers={"Origin": EVIL, **site}).status_code == 200
 
 
-def test_default_ports(make_context: MakeContext) -> None:
+def test_origins_may_omit_default_ports(make_context: MakeContext) -> None:
     with TestClient(create_app(make_context()), base_url="http://localhost") as client:
         for origin in ("http://localhost", "http://localhost:80", "http://LOCALHOST"):
             assert client.post("/abort_requests", headers={"Origin": origin}).status_code == 200

@@ -1,4 +1,4 @@
-"""The page at /: what is served, and that it is built from web/ as it stands there."""
+"""The page at /: its files, its size, and its build from the sources in web/."""
 
 import gzip
 import re
@@ -14,11 +14,11 @@ from quire.serve.native.page import FOLDER, TYPES
 from tests.serve.api.conftest import MakeContext
 
 WEB = Path(__file__).parents[3] / "web"
-MAX_FIRST_BYTES = 60_000  # of what a browser loads first, packed
-MAX_BYTES = 110_000  # with the conversion of formulas and the licences
+MAX_FIRST_BYTES = 60_000  # of the files that a browser loads first, gzipped
+MAX_BYTES = 110_000  # including the formula renderer and the licences
 LATER = ("math.js", "licences.txt")
-# Namespaces, the scheme that is put before "www.", the parser's own address in an error, and a
-# method of the parser.
+# Namespaces, the scheme that the parser puts before "www.", its own address in an error, and one of
+# its methods.
 NO_ADDRESSES = (
     "http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML", '"http://"+',
     "https://github.com/markedjs/marked.", "}url(n){", "tokenizer.url(",
@@ -26,7 +26,7 @@ NO_ADDRESSES = (
 NODE, ESBUILD = shutil.which("node"), WEB / "node_modules" / "esbuild" / "package.json"
 
 
-def test_it_is_served_to_browsers_that_have_no_key(make_context: MakeContext) -> None:
+def test_page_is_served_without_a_key(make_context: MakeContext) -> None:
     api = TestClient(create_app(make_context(api_key=("k",))))
     page = api.get("/")
     assert (page.status_code, page.headers["content-type"]) == (200, TYPES["index.html"])
@@ -41,13 +41,13 @@ def test_it_is_served_to_browsers_that_have_no_key(make_context: MakeContext) ->
         assert api.get(f"/page/{name}").status_code == 404
 
 
-def test_it_can_be_left_out(make_context: MakeContext) -> None:
+def test_page_can_be_disabled(make_context: MakeContext) -> None:
     api = TestClient(create_app(make_context(page=False)))
     assert api.get("/").status_code == api.get("/page/page.js").status_code == 404
     assert api.get("/v1/models").status_code == 200
 
 
-def test_it_is_small_and_needs_nothing_from_elsewhere() -> None:
+def test_page_is_small_and_self_contained() -> None:
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir()}
     assert files.keys() == TYPES.keys()
     packed = {name: len(gzip.compress(data)) for name, data in files.items()}
@@ -61,9 +61,9 @@ def test_it_is_small_and_needs_nothing_from_elsewhere() -> None:
 
 
 @pytest.mark.skipif(NODE is None or not ESBUILD.exists(), reason="needs node, and `npm ci` in web/")
-def test_it_is_built_from_its_source(tmp_path: Path) -> None:
+def test_page_is_built_from_its_source(tmp_path: Path) -> None:
     assert NODE is not None
     subprocess.run([NODE, "build.mjs", str(tmp_path)], cwd=WEB, check=True, timeout=60)
     for name in TYPES:
-        built, kept = (tmp_path / name).read_bytes(), (FOLDER / name).read_bytes()
-        assert built == kept, f"{name} is not what web/ builds; run `make page`"
+        built, committed = (tmp_path / name).read_bytes(), (FOLDER / name).read_bytes()
+        assert built == committed, f"{name} is not what web/ builds; run `make page`"

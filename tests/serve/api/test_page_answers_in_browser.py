@@ -1,4 +1,4 @@
-"""Answers and conversations of the page in a real browser: Markdown, attachments, files."""
+"""Responses and conversations of the page in a real browser: Markdown, attachments, files."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.serve.api import test_page_in_browser
-from tests.serve.api.test_page_in_browser import HOSTILE, MOST_MS, answered, say, stream
+from tests.serve.api.test_page_in_browser import HOSTILE, TIMEOUT_MS, answered, say, stream
 
 browser, page = test_page_in_browser.browser, test_page_in_browser.page  # its fixtures
 
@@ -36,7 +36,7 @@ $$\frac{1}{2}$$
 
 
 def show_answer(page: Any, *pieces: str) -> Any:
-    """Let the server send an answer in pieces, and return its text's element."""
+    """Stub a response in pieces, and return the element of its text."""
     answer = stream([{"content": piece} for piece in pieces])
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
     say(page, "Go on")
@@ -44,8 +44,8 @@ def show_answer(page: Any, *pieces: str) -> Any:
     return page.locator(".message.assistant > .text").last
 
 
-def test_an_answer_is_shown_as_markdown(page: Any) -> None:
-    """The elements are the same in any pieces; a link asks before it leads away."""
+def test_response_is_rendered_as_markdown(page: Any) -> None:
+    """A response in single characters gives the same elements; a link asks before it opens."""
     text = show_answer(page, *MARKDOWN)
     text.locator("math").nth(1).wait_for()
     counts = {"h3": 1, "strong": 1, "p code": 1, "pre code": 1, "td": 2, "th": 2, "ol li": 1}
@@ -68,12 +68,12 @@ def test_an_answer_is_shown_as_markdown(page: Any) -> None:
     "piece",
     ["**a_", "_a", "[", ">", "- > ", "1. ", "![[", "<a", "$\\def\\a{\\a\\a}\\a$", "\\(", "`", "|-"],
 )
-def test_hostile_markdown_ends_soon_and_is_inert(page: Any, piece: str) -> None:
+def test_hostile_markdown_renders_quickly_and_is_inert(page: Any, piece: str) -> None:
     source = piece * (11_000 // len(piece))
     since = time.monotonic()
     text = show_answer(page, source, HOSTILE)
     assert page.evaluate("1") == 1
-    assert time.monotonic() - since < MOST_MS / 1000
+    assert time.monotonic() - since < TIMEOUT_MS / 1000
     assert text.locator("script, img, iframe, [href], [src], [onerror]").count() == 0
     assert page.title() == "quire"
 
@@ -136,7 +136,7 @@ def test_conversations_are_searched_exported_and_imported(page: Any, tmp_path: P
         page.get_by_text(f"{bad.name} holds no conversations").wait_for()
 
 
-def test_each_answer_explains_its_time(page: Any) -> None:
+def test_each_response_explains_its_latency(page: Any) -> None:
     say(page, "Who are you?")
     answered(page, 1)
     page.get_by_role("button", name="Why this time?").click()

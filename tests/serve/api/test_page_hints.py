@@ -1,5 +1,5 @@
-"""Hints of the page in a real browser, instead of silence: an unsent message, the model's defaults,
-moments without data, rows out of sight.
+"""The page's hints in a real browser: an unsent message, the model's defaults, moments without
+data, rows out of view.
 
 Covers `web/src`, as `test_page_in_browser.py` does, and is skipped under the same conditions.
 """
@@ -32,7 +32,7 @@ INK = """(canvas, share) => {
 }"""
 
 
-def test_enter_while_an_answer_is_written_says_why_nothing_is_sent(
+def test_enter_during_generation_explains_why_nothing_is_sent(
     page: Any, client: FakeClient
 ) -> None:
     client.hold(after_steps=12)
@@ -40,20 +40,20 @@ def test_enter_while_an_answer_is_written_says_why_nothing_is_sent(
     page.wait_for_selector("[aria-busy=true] > .text:not(:empty)")
     num_requests = len(client.requests)
     say(page, "And then?")
-    told = page.get_by_text("An answer is still being generated")
-    told.wait_for()
+    hint = page.get_by_text("An answer is still being generated")
+    hint.wait_for()
     assert page.get_by_label("Your message").input_value() == "And then?"
     assert len(client.requests) == num_requests
     page.get_by_label("Your message").press("Escape")
     page.get_by_text("stopped").wait_for()
-    assert told.is_hidden()
+    assert hint.is_hidden()
     client.release()
     page.get_by_label("Your message").press("Enter")
     answered(page, 1)
     assert texts(page, "user")[-1] == "And then?"
 
 
-def test_settings_on_a_phone_close_by_a_button_of_their_own(page: Any) -> None:
+def test_phone_settings_have_a_close_button(page: Any) -> None:
     page.set_viewport_size({"width": 360, "height": 700})
     page.reload()
     opener = page.get_by_role("button", name="Settings", exact=True)
@@ -67,10 +67,10 @@ def test_settings_on_a_phone_close_by_a_button_of_their_own(page: Any) -> None:
 
 def test_a_parameter_is_sent_only_if_the_user_has_set_it(page: Any) -> None:
     """The fields show the model's own defaults."""
-    asked: list[dict[str, Any]] = []
+    bodies: list[dict[str, Any]] = []
 
     def answer(route: Any) -> None:
-        asked.append(json.loads(route.request.post_data))
+        bodies.append(json.loads(route.request.post_data))
         route.fulfill(**stream([{"content": "Yes."}]))
 
     def with_defaults(route: Any) -> None:
@@ -89,17 +89,15 @@ def test_a_parameter_is_sent_only_if_the_user_has_set_it(page: Any) -> None:
     field.fill("0.5")
     say(page, "Is it good?")
     page.locator(".message.assistant:not([aria-busy])").nth(1).wait_for()
-    assert "temperature" not in asked[0] and asked[1]["temperature"] == 0.5
+    assert "temperature" not in bodies[0] and bodies[1]["temperature"] == 0.5
     page.get_by_role("tab", name="Tokens").click()
     with page.expect_request("**/v1/completions") as written:
         page.get_by_role("button", name="Generate", exact=True).click()
     assert "temperature" not in json.loads(written.value.post_data)
 
 
-def test_charts_show_nothing_between_moments_that_have_nothing_in_common(
-    page: Any, tmp_path: Path
-) -> None:
-    """After a seek and while it is played; and nothing of another moment stays."""
+def test_charts_draw_no_line_across_gaps(page: Any, tmp_path: Path) -> None:
+    """A gap in time has no line, and a seek to the start clears the charts."""
     path = tmp_path / "frames.jsonl"
     path.write_text("\n".join(json.dumps(frame) for frame in busy_idle_busy()))
     open_recording(page, path)
@@ -110,7 +108,7 @@ def test_charts_show_nothing_between_moments_that_have_nothing_in_common(
         slider.fill("15")
         assert chart.evaluate(INK, 0.5) == axes, title
         slider.fill("9")
-        assert chart.evaluate(INK, 0.5) > axes, "where something went on there is a line"
+        assert chart.evaluate(INK, 0.5) > axes, "a line is drawn where there is data"
     slider.fill("0")
     first = page.locator("figure", has_text="Time to first token")
     assert first.locator(".latest").inner_text() == ""
@@ -119,7 +117,7 @@ def test_charts_show_nothing_between_moments_that_have_nothing_in_common(
 
 
 def busy_idle_busy() -> Iterator[dict[str, Any]]:
-    """Nine frames of work, one a second, and after half a minute again."""
+    """Yield nine frames of work, one a second, and nine more after half a minute."""
     yield next(many_blocks(0))
     for number in range(1, 19):
         at_s = number + (0 if number < 10 else 30)
@@ -129,7 +127,7 @@ def busy_idle_busy() -> Iterator[dict[str, Any]]:
         yield {"type": "difference", "at_s": at_s, "steps": [step], **times}
 
 
-def test_a_long_list_says_how_many_are_out_of_sight(page: Any, tmp_path: Path) -> None:
+def test_long_list_counts_the_rows_out_of_view(page: Any, tmp_path: Path) -> None:
     frame = next(many_blocks(0))
     row = {"index": 0, "num_prompt_tokens": 9, "num_computed_tokens": 9, "num_known_tokens": 12}
     row |= {"limit": 99, "num_cached_tokens": 0, "num_preemptions": 0, "num_blocks": 1}

@@ -1,9 +1,8 @@
-"""The page in a real browser, headless. It covers chats and forks, the map while requests run, a
-played recording, and hostile text. It covers a dead engine, keyboard alone, small screens and
-contrast.
+"""The page in a headless browser: chats, forks, the block map, played recordings and hostile text.
+Also a dead engine, keyboard-only use, small screens and contrast.
 
-Needs playwright and a Chromium: `pip install playwright && playwright install chromium`, or a
-`chromium` of the system; skipped if they are absent. Without `-m slow` a short form runs.
+Needs playwright and a Chromium: `pip install playwright && playwright install chromium`, or the
+system's `chromium`; skipped if they are absent. Without `-m slow` only a short selection runs.
 """
 
 import gzip
@@ -28,8 +27,8 @@ sync_api = pytest.importorskip("playwright.sync_api")
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 RIGHT_TO_LEFT = "\u202e\u2067reversed [link](javascript:alert(1))"
 LONG = "x" * (1 << 20)
-MOST_MS = 30_000  # that anything may take
-LEAST_FPS = 10  # on a busy machine without a GPU; 60 on one that has nothing else to do
+TIMEOUT_MS = 30_000  # for each action on the page
+MIN_FPS = 10  # on a busy machine without a GPU; an idle machine reaches 60
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
 
 
@@ -49,30 +48,30 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, server_url: str) -> Iterator[Any]:
-    """An open page. It reports no error, and asks nobody else for anything."""
+    """An open page. Afterwards, checks that it had no error and called only this server."""
     context = browser.new_context(reduced_motion="reduce", color_scheme="dark")
     opened = context.new_page()
-    opened.set_default_timeout(MOST_MS)
+    opened.set_default_timeout(TIMEOUT_MS)
     errors: list[str] = []
-    asked: list[str] = []
+    sent: list[str] = []
     opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on("request", lambda request: asked.append(request.url))
+    opened.on("request", lambda request: sent.append(request.url))
     opened.goto(server_url)
     opened.wait_for_selector("[data-state=ready]")
     opened.wait_for_selector("#model option", state="attached")
     yield opened
     context.close()
     assert not errors
-    assert all(url.startswith(server_url) for url in asked)
+    assert all(url.startswith(server_url) for url in sent)
 
 
 @pytest.fixture
 def client(server_context: ApiContext) -> Iterator[FakeClient]:
-    """The server's client, once the pages before have left it; nothing is held, of other tests that
-    share its engine, and it runs again after."""
+    """The server's client, idle and without requests that other tests retained. Afterwards its
+    engine runs again."""
     found = server_context.client
     assert isinstance(found, FakeClient)
-    deadline = time.monotonic() + MOST_MS / 1000
+    deadline = time.monotonic() + TIMEOUT_MS / 1000
     while found.num_unfinished and time.monotonic() < deadline:
         time.sleep(0.01)
     found.let_go()
@@ -87,18 +86,18 @@ def say(page: Any, text: str) -> None:
 
 
 def answered(page: Any, num: int) -> None:
-    """Wait until so many answers stand there in full."""
+    """Wait until the page shows `num` complete responses."""
     page.locator(".message.assistant .usage").nth(num - 1).wait_for()
     page.wait_for_selector("[aria-busy=true]", state="detached")
 
 
-def texts(page: Any, who: str) -> list[str]:
-    found: list[str] = page.locator(f".message.{who} > .text").all_inner_texts()
+def texts(page: Any, role: str) -> list[str]:
+    found: list[str] = page.locator(f".message.{role} > .text").all_inner_texts()
     return found
 
 
 def stream(chunks: list[dict[str, Any]]) -> dict[str, str]:
-    """What a stubbed server answers to a chat."""
+    """Return the response of a stubbed server to a chat."""
     events = [{"choices": [{"delta": each, "finish_reason": None}]} for each in chunks]
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     return {"body": body, "content_type": "text/event-stream"}
@@ -107,7 +106,7 @@ def stream(chunks: list[dict[str, Any]]) -> dict[str, str]:
 # ---- chat ----------------------------------------------------------------------------------------
 
 
-def test_a_chat_by_keyboard_alone_that_outlives_the_page(page: Any) -> None:
+def test_chat_works_by_keyboard_and_survives_a_reload(page: Any) -> None:
     say(page, "Who are you?")
     answered(page, 1)
     [answer] = texts(page, "assistant")
@@ -126,7 +125,7 @@ def test_a_chat_by_keyboard_alone_that_outlives_the_page(page: Any) -> None:
     assert page.evaluate("document.activeElement.textContent") == "›", "the focus is lost"
 
 
-def test_a_fork_shares_blocks_and_its_count_is_seen(page: Any, client: FakeClient) -> None:
+def test_chat_forks_share_blocks_and_become_columns(page: Any, client: FakeClient) -> None:
     page.get_by_label("Sent before the first message").fill(
         "You know every animal of the forest. " * 5
     )
@@ -135,7 +134,7 @@ def test_a_fork_shares_blocks_and_its_count_is_seen(page: Any, client: FakeClien
     client.hold()
     for _ in range(2):
         page.locator(".message.user").get_by_role("button", name="Fork").click()
-    for _ in range(MOST_MS // 10):
+    for _ in range(TIMEOUT_MS // 10):
         if client.num_unfinished == 2:
             break
         page.wait_for_timeout(10)
@@ -143,11 +142,11 @@ def test_a_fork_shares_blocks_and_its_count_is_seen(page: Any, client: FakeClien
     assert page.locator(".column").count() == 3
     page.get_by_role("tab", name="Engine").click()
     page.wait_for_selector("canvas.map:not([data-shared='0'])")
-    told, num_moves = page.locator(".maps p"), 0
-    while "shared by 2" not in told.inner_text():
+    description, num_moves = page.locator(".maps p"), 0
+    while "shared by 2" not in description.inner_text():
         page.locator("canvas.map").press("ArrowRight")
         num_moves += 1
-        assert num_moves < 300, "no block is told as shared"
+        assert num_moves < 300, "no block is described as shared"
     client.release()
     page.get_by_role("tab", name="Chat").click()
     answered(page, 3)
@@ -161,7 +160,7 @@ def test_a_fork_shares_blocks_and_its_count_is_seen(page: Any, client: FakeClien
     assert page.locator(".column .message.assistant").count() == 4
 
 
-def test_a_stop_keeps_what_was_written(page: Any, client: FakeClient) -> None:
+def test_stop_keeps_the_partial_response(page: Any, client: FakeClient) -> None:
     client.hold(after_steps=12)
     say(page, "Tell me a story about a fox.")
     page.wait_for_selector("[aria-busy=true] > .text:not(:empty)")
@@ -175,8 +174,8 @@ def test_a_stop_keeps_what_was_written(page: Any, client: FakeClient) -> None:
 
 
 @pytest.mark.slow
-def test_tools_and_the_form_of_an_answer(page: Any) -> None:
-    asked: list[dict[str, Any]] = []
+def test_tools_tool_results_and_json_schema_are_sent(page: Any) -> None:
+    sent: list[dict[str, Any]] = []
     calls = [
         {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "weather"}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"place": "<b>Oslo'}}]},
@@ -185,7 +184,7 @@ def test_tools_and_the_form_of_an_answer(page: Any) -> None:
     answers = iter([stream(calls), stream([{"content": "It rains."}])])
 
     def answer(route: Any) -> None:
-        asked.append(json.loads(route.request.post_data))
+        sent.append(json.loads(route.request.post_data))
         route.fulfill(**next(answers))
 
     page.route("**/v1/chat/completions", answer)
@@ -203,7 +202,7 @@ def test_tools_and_the_form_of_an_answer(page: Any) -> None:
     assert page.locator(".call pre").inner_text() == '{\n  "place": "<b>Oslo"\n}'
     page.get_by_role("button", name="Send result").click()
     page.locator(".text", has_text="It rains.").wait_for()
-    first, second = asked
+    first, second = sent
     assert first["tools"] == tools and first["tool_choice"] == "auto"
     assert first["response_format"]["json_schema"]["schema"] == {"type": "object"}
     call, result = second["messages"][-2:]
@@ -212,7 +211,7 @@ def test_tools_and_the_form_of_an_answer(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_an_answer_in_a_form_that_the_model_is_held_to(page: Any) -> None:
+def test_json_schema_constrains_the_response(page: Any) -> None:
     page.get_by_text("Structured output").click()
     schema = {"type": "object", "properties": {"good": {"type": "boolean"}}, "required": ["good"]}
     page.get_by_label("JSON schema").fill(json.dumps(schema | {"additionalProperties": False}))
@@ -222,7 +221,7 @@ def test_an_answer_in_a_form_that_the_model_is_held_to(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_model_writes_is_text(page: Any) -> None:
+def test_hostile_output_is_shown_as_plain_text(page: Any) -> None:
     pieces = [
         HOSTILE,
         RIGHT_TO_LEFT,
@@ -245,7 +244,7 @@ def test_what_a_model_writes_is_text(page: Any) -> None:
 # ---- tokens --------------------------------------------------------------------------------------
 
 
-def test_tokens_show_what_else_might_have_been_and_fork_there(page: Any) -> None:
+def test_tokens_show_alternatives_and_fork_at_them(page: Any) -> None:
     page.get_by_role("tab", name="Tokens").click()
     page.get_by_role("button", name="Generate", exact=True).click()
     page.wait_for_selector(".token:nth-child(20)")
@@ -270,16 +269,14 @@ def test_tokens_show_what_else_might_have_been_and_fork_there(page: Any) -> None
     second.get_by_text("shares blocks").wait_for()
 
 
-def let_go_of_all(client: FakeClient) -> None:
+def release_all_retained(client: FakeClient) -> None:
     for held in client.engine.client.core.held():
         client.engine.client.keep(held.id, 0.0)
 
 
 @pytest.mark.slow
-def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tokens(
-    page: Any, client: FakeClient
-) -> None:
-    let_go_of_all(client)
+def test_fork_shares_retained_blocks_or_resends_the_tokens(page: Any, client: FakeClient) -> None:
+    release_all_retained(client)
     page.get_by_role("tab", name="Tokens").click()
     page.get_by_label("Prompt", exact=True).fill("A fox went to the river and the sea. " * 8)
     page.get_by_role("button", name="Generate", exact=True).click()
@@ -296,16 +293,16 @@ def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tok
     page.get_by_role("tab", name="Tokens").click()
     page.get_by_role("button", name="Stop").wait_for(state="hidden")
     core, first = client.engine.client.core, client.requests[-2]
-    let_go_of_all(client)
+    release_all_retained(client)
     page.locator(".token-card").nth(0).locator(".token").nth(1).focus()
-    with page.expect_request("**/v1/completions") as asked:
+    with page.expect_request("**/v1/completions") as sent:
         page.locator(".others button:not(.chosen)").first.click()
     page.locator(".token-card").nth(2).locator(".token:nth-child(3)").wait_for()
     page.get_by_role("button", name="Stop").wait_for(state="hidden")
-    ids = json.loads(asked.value.post_data)["prompt"]
-    with page.expect_response("**/v1/requests/*") as let_go:
+    ids = json.loads(sent.value.post_data)["prompt"]
+    with page.expect_response("**/v1/requests/*") as deleted:
         page.get_by_role("button", name="Close branch 3").click()
-    assert let_go.value.ok and let_go.value.request.method == "DELETE"
+    assert deleted.value.ok and deleted.value.request.method == "DELETE"
     assert len(core.held()) == 0
     assert ids[:-2] == first.prompt_token_ids and client.requests[-1].prompt_token_ids == ids
 
@@ -314,7 +311,7 @@ def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tok
 
 
 @pytest.mark.slow
-def test_the_map_shows_who_holds_blocks_and_the_dead_engine_comes_back(
+def test_map_shows_block_owners_and_page_survives_a_dead_engine(
     page: Any, client: FakeClient
 ) -> None:
     with page.expect_request("**/v1/engine/live?core=0&model=demo"):
@@ -332,11 +329,11 @@ def test_the_map_shows_who_holds_blocks_and_the_dead_engine_comes_back(
     page.wait_for_selector("canvas.map[data-shared='2']")
     assert int(map_.get_attribute("data-used")) > 4
     assert page.locator("[aria-label=Running] tbody tr:visible").count() == 3
-    told, num_moves = page.locator(".maps p"), 0
-    while "shared by 3" not in told.inner_text():
+    description, num_moves = page.locator(".maps p"), 0
+    while "shared by 3" not in description.inner_text():
         map_.press("ArrowRight")
         num_moves += 1
-        assert num_moves < 300, "no block is told as shared"
+        assert num_moves < 300, "no block is described as shared"
     map_.press("Enter")
     page.get_by_text("40 prompt tokens, at most 200 out").wait_for()
     page.keyboard.press("Escape")
@@ -356,8 +353,7 @@ def open_recording(page: Any, path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_recording_is_played(page: Any, tmp_path: Path) -> None:
-    """Each moment is what the recording says, however one comes to it."""
+def test_playback_shows_the_recorded_state_after_any_seek(page: Any, tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.everything()
     path = tmp_path / "frames.jsonl.gz"
@@ -410,10 +406,10 @@ COUNT_FRAMES = """async () => {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["all", "grouped"])
-def test_ten_thousand_blocks_move_smoothly(
+def test_map_of_ten_thousand_blocks_animates_smoothly(
     browser: Any, server_url: str, tmp_path: Path, order: str
 ) -> None:
-    """Ten frames a second, in each of which 500 blocks change and 100 flash."""
+    """Play ten frames a second, each with 500 changed blocks and 100 flashing ones."""
     path = tmp_path / "frames.jsonl"
     path.write_text("\n".join(json.dumps(frame) for frame in many_blocks(60)))
     context = browser.new_context(viewport={"width": 1280, "height": 900})
@@ -428,16 +424,16 @@ def test_ten_thousand_blocks_move_smoothly(
     at = float(page.locator(".controls output").inner_text().split()[0])
     context.close()
     print(f"{NUM_BLOCKS:,} blocks: {fps:.0f} frames a second, the longest {longest_ms:.0f} ms")
-    assert fps >= LEAST_FPS and at > 0.5
+    assert fps >= MIN_FPS and at > 0.5
 
 
 def many_blocks(num_frames: int) -> Iterator[dict[str, Any]]:
-    nobody = {"owners": [-1] * NUM_BLOCKS, "sharers": [0] * NUM_BLOCKS, "states": [0] * NUM_BLOCKS}
+    unowned = {"owners": [-1] * NUM_BLOCKS, "sharers": [0] * NUM_BLOCKS, "states": [0] * NUM_BLOCKS}
     lists = {"running": [], "num_running": 0, "waiting": [], "num_waiting": 0, "pinned": []}
     host = {"num_blocks": 0, "num_swapped": 0, "num_cached": 0}
     yield {
         "type": "snapshot", "at_s": 0.0, "core": 0, "num_cores": 1, "reasons": {}, "block_size": 16,
-        "num_rows": 64, "groups": [{"kind": "full", **nobody}], "steps": [], "host": host, **lists,
+        "num_rows": 64, "groups": [{"kind": "full", **unowned}], "steps": [], "host": host, **lists,
     }  # fmt: skip
     for i in range(num_frames):
         blocks = [(i * 500 + k * 19) % NUM_BLOCKS for k in range(500)]
@@ -449,7 +445,7 @@ def many_blocks(num_frames: int) -> Iterator[dict[str, Any]]:
         yield {"type": "difference", "at_s": i / 10, "groups": [changed], "events": events}
 
 
-# ---- for everybody -------------------------------------------------------------------------------
+# ---- accessibility -------------------------------------------------------------------------------
 
 CONTRASTS = """() => {
   const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
@@ -484,7 +480,7 @@ NAMELESS = """() => [...document.querySelectorAll("button, input, textarea, sele
 
 
 @pytest.mark.slow
-def test_all_can_be_read_in_light_and_dark_and_on_a_phone(page: Any) -> None:
+def test_contrast_labels_and_width_hold_in_all_themes_and_on_a_phone(page: Any) -> None:
     say(page, "Tell me a story about a fox.")
     answered(page, 1)
     page.locator(".message.user").get_by_role("button", name="Fork").click()
@@ -507,12 +503,12 @@ def test_all_can_be_read_in_light_and_dark_and_on_a_phone(page: Any) -> None:
             page.set_viewport_size({"width": 1280, "height": 800})
     page.locator("#theme").click()
     page.reload()
-    assert re.search("auto|light", page.locator("#theme").inner_text()), "the switch is kept"
+    assert re.search("auto|light", page.locator("#theme").inner_text()), "the theme is saved"
 
 
 @pytest.mark.slow
-def test_everything_is_reached_by_tab_and_arrows(page: Any) -> None:
-    """From the first key to a fork of a token, without a pointer."""
+def test_all_controls_are_reachable_by_keyboard(page: Any) -> None:
+    """Go from the first key to a fork at a token without a pointer."""
     page.evaluate("document.body.tabIndex = -1; document.body.focus()")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
@@ -535,7 +531,7 @@ def test_everything_is_reached_by_tab_and_arrows(page: Any) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     page.keyboard.press("Escape")
-    assert page.evaluate("document.activeElement.dataset.at") == "1", "back at its token"
+    assert page.evaluate("document.activeElement.dataset.at") == "1", "back at the token"
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")

@@ -1,4 +1,4 @@
-"""Requests about what another API process keeps: passed on with their key, whole and streamed."""
+"""Requests for responses that another API process stores are forwarded with their key."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(make_context: MakeContext, home: Path) -> Iterator[TestClient]:
-    """Process 1, which listens for the others; also asked directly."""
+    """Process 1, which listens for other processes. The tests also call it directly."""
     context = of_two(make_context(api_key=("one", "two"), root_path="/there"), 1, home)
     context.client = FakeClient(small_engine())
     listener = context.peers.listener()
@@ -52,17 +52,17 @@ def first(make_context: MakeContext, home: Path) -> Iterator[TestClient]:
 
 
 @pytest.fixture(scope="module")
-def kept(other: TestClient) -> Json:
-    """A response of process 1."""
+def stored(other: TestClient) -> Json:
+    """A response that process 1 stores."""
     found: Json = other.post(PATH, json=BODY, headers=MINE).json()
     assert process_of(found["id"]) == 1
     return found
 
 
-def test_what_another_keeps_is_shown(first: TestClient, kept: Json) -> None:
-    path = f"{PATH}/{kept['id']}"
+def test_response_of_another_process_is_returned(first: TestClient, stored: Json) -> None:
+    path = f"{PATH}/{stored['id']}"
     answer = first.get(path, headers=MINE | {"X-Request-Id": "mine"})
-    assert (answer.status_code, answer.json()) == (200, kept)
+    assert (answer.status_code, answer.json()) == (200, stored)
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-request-id"] == "mine"
     items = first.get(f"{path}/input_items?limit=1&order=asc", headers=MINE).json()
@@ -73,27 +73,29 @@ def test_what_another_keeps_is_shown(first: TestClient, kept: Json) -> None:
     assert first.post(f"{path}/cancel", headers=MINE, json={}).status_code == 400
 
 
-def test_its_keys_hold(first: TestClient, kept: Json) -> None:
-    path = f"{PATH}/{kept['id']}"
+def test_forwarded_requests_check_the_key(first: TestClient, stored: Json) -> None:
+    path = f"{PATH}/{stored['id']}"
     assert first.get(path).status_code == 401
     assert first.post(f"{path}/cancel", json={"much": "x" * 9999}).status_code == 401
     assert first.get(path, headers=THEIRS).status_code == 404
-    body = BODY | {"previous_response_id": kept["id"]}
+    body = BODY | {"previous_response_id": stored["id"]}
     assert first.post(PATH, json=body, headers=THEIRS).status_code == 400
 
 
-def test_a_conversation_goes_on_where_it_is_kept(first: TestClient, kept: Json) -> None:
-    reference = {"type": "item_reference", "id": kept["output"][0]["id"]}
-    for fields in ({"previous_response_id": kept["id"]}, {"input": [reference]}):
+def test_conversation_continues_in_the_process_that_stores_it(
+    first: TestClient, stored: Json
+) -> None:
+    reference = {"type": "item_reference", "id": stored["output"][0]["id"]}
+    for fields in ({"previous_response_id": stored["id"]}, {"input": [reference]}):
         answer = first.post(PATH, json=BODY | fields | {"more": "ä"}, headers=MINE)
         assert answer.status_code == 200, answer.text
         assert process_of(answer.json()["id"]) == 1
         assert answer.headers["X-Quire-Ignored-Fields"] == "more"
-        assert answer.json()["usage"]["input_tokens"] > kept["usage"]["input_tokens"]
+        assert answer.json()["usage"]["input_tokens"] > stored["usage"]["input_tokens"]
 
 
-def test_a_stream_is_passed_on(first: TestClient, other: TestClient, kept: Json) -> None:
-    body = BODY | {"previous_response_id": kept["id"], "stream": True, "background": True}
+def test_stream_is_forwarded(first: TestClient, other: TestClient, stored: Json) -> None:
+    body = BODY | {"previous_response_id": stored["id"], "stream": True, "background": True}
     events = events_in(first.post(PATH, json=body, headers=MINE).text)
     path = f"{PATH}/{events[-1]['response']['id']}"
     assert events_in(first.get(f"{path}?stream=true", headers=MINE).text) == events
@@ -101,10 +103,10 @@ def test_a_stream_is_passed_on(first: TestClient, other: TestClient, kept: Json)
     assert other.get(path, headers=MINE).status_code == 404
 
 
-def test_what_is_passed_on_counts_once(
-    first: TestClient, other: TestClient, kept: Json, monkeypatch: pytest.MonkeyPatch
+def test_forwarded_request_counts_once_against_the_limits(
+    first: TestClient, other: TestClient, stored: Json, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against a key's limits: where it came in."""
+    """The process that received the request counts it."""
     counted: list[int] = []
 
     class Rates:
@@ -117,32 +119,34 @@ def test_what_is_passed_on_counts_once(
     for number, client in enumerate((first, other)):
         context = cast(FastAPI, client.app).state.context
         monkeypatch.setattr(context, "rates", Rates(number))
-    body = BODY | {"previous_response_id": kept["id"]}
+    body = BODY | {"previous_response_id": stored["id"]}
     assert first.post(PATH, json=body, headers=MINE).status_code == 200
     assert counted == [0]
     assert other.post(PATH, json=BODY, headers=MINE).status_code == 200
     assert counted == [0, 1]
 
 
-def test_a_process_that_is_not_there(first: TestClient, home: Path, kept: Json) -> None:
+def test_stopped_process_is_a_503_and_unknown_one_a_404(
+    first: TestClient, home: Path, stored: Json
+) -> None:
     socket = home / "api-1.sock"
     moved = socket.rename(home / "away")
     try:
-        answer = first.get(f"{PATH}/{kept['id']}", headers=MINE)
+        answer = first.get(f"{PATH}/{stored['id']}", headers=MINE)
         assert answer.status_code == 503 and int(answer.headers["Retry-After"]) > 0
         assert answer.json()["error"]["code"] == "process_gone"
     finally:
         moved.rename(socket)
-    far = kept["id"].replace("_0001", "_0002")
+    far = stored["id"].replace("_0001", "_0002")
     assert first.get(f"{PATH}/{far}", headers=MINE).status_code == 404
 
 
-def test_a_process_that_is_alone_has_no_peers(tmp_path: Path) -> None:
+def test_single_process_has_no_peers(tmp_path: Path) -> None:
     assert Peers().listener() is None and Peers(0, 1, tmp_path).listener() is None
     assert not Peers().is_other(1) and not Peers(0, 2, tmp_path).is_other(0)
 
 
-def test_a_socket_of_one_that_has_died_is_replaced(tmp_path: Path) -> None:
+def test_socket_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
     dead: Any = Peers(1, 2, tmp_path).listener()
     dead.close()
     again: Any = Peers(1, 2, tmp_path).listener()

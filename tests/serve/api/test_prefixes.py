@@ -1,4 +1,4 @@
-"""Pinned prefixes through HTTP: answers, errors, whose they are, and clients that leave."""
+"""Pinned prefixes over HTTP: responses, errors, ownership, and clients that disconnect."""
 
 import asyncio
 import http.client
@@ -38,20 +38,20 @@ HI = {"role": "user", "content": "Hi"}
 
 
 class PinClient(FakeClient):
-    """Answers about pinned prefixes wait while `answers` is cleared."""
+    """A client whose `prefixes` waits while the event `answers` is cleared."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.answers = asyncio.Event()
         self.answers.set()
-        self.num_asked = 0
+        self.num_calls = 0
 
     @property
     def core(self) -> Any:
         return self.engine.client.core
 
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        self.num_asked += 1
+        self.num_calls += 1
         await self.answers.wait()
         return await super().prefixes(tenant)
 
@@ -61,7 +61,7 @@ class PinClient(FakeClient):
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Engine]:
-    """A pool of 42 blocks, in which a request of the longest length fits."""
+    """An engine with 42 blocks, enough for one request of the maximum length."""
     engine = build_engine(
         config_from_flat(
             model=MODEL,
@@ -84,7 +84,7 @@ def context_of(engine: Engine, **server: Any) -> ApiContext:
 
 @pytest.fixture
 def context(small: Engine) -> Iterator[ApiContext]:
-    """With nothing pinned, cached or held, before and after."""
+    """Nothing is pinned or cached before; the test must leave no block in use."""
     small.client.reset_prefix_cache()
     context = context_of(small)
     yield context
@@ -102,7 +102,7 @@ def api(context: ApiContext) -> Iterator[TestClient]:
 
 @pytest.fixture
 def url(context: ApiContext) -> Iterator[str]:
-    """Of a real server."""
+    """The URL of a real server."""
     with serving(context) as url:
         yield url
 
@@ -119,16 +119,16 @@ def pin(api: TestClient, **body: Any) -> Any:
 
 
 def ask(api: TestClient, prompt: object, **body: Any) -> Any:
-    """A completion: its text and its cached tokens."""
+    """Return a completion's text and its number of cached tokens."""
     wanted = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True} | body
     answer = api.post("/v1/completions", json=wanted).json()
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-# ---- answers -----------------------------------------------------------------------------------
+# ---- responses ---------------------------------------------------------------------------------
 
 
-def test_the_answer_and_the_list(api: TestClient) -> None:
+def test_pins_are_described_listed_and_deleted(api: TestClient) -> None:
     assert api.get(URL).json() == {"object": "list", "data": []}
     one = pin(api, prompt=IDS, model=MODEL)
     assert one["id"].startswith("prefix-")
@@ -151,10 +151,10 @@ def test_the_answer_and_the_list(api: TestClient) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ids", "text", "messages"])
-def test_requests_that_begin_with_it_compute_only_the_rest(
+def test_pinned_prefix_is_a_prefix_hit_to_its_last_token(
     api: TestClient, context: ApiContext, kind: str
 ) -> None:
-    """All 40 tokens of ids, where the cache alone has the 32 of full blocks."""
+    """All 40 token ids are cached; the prefix cache alone would have the 32 of full blocks."""
     if kind == "messages":
         body: dict[str, Any] = {"messages": [SYSTEM]}
         wanted = {"messages": [SYSTEM, HI], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -172,11 +172,11 @@ def test_requests_that_begin_with_it_compute_only_the_rest(
     after = api.post(path, json=wanted).json()
     assert after["choices"] == before["choices"]
     assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == found["num_tokens"]
-    assert found["num_tokens"] % 16, "a prefix of full blocks shows nothing here"
+    assert found["num_tokens"] % 16, "the prefix must end inside a block"
     assert api.get(f"{URL}/{found['id']}").json()["num_hits"] == 1
 
 
-def test_a_prefix_of_a_salt_is_for_requests_with_it(api: TestClient) -> None:
+def test_salted_prefix_serves_only_requests_with_its_salt(api: TestClient) -> None:
     pin(api, prompt=IDS, cache_salt="mine")
     assert ask(api, [*IDS, 300])[1] == 0
     assert ask(api, [*IDS, 300], cache_salt="mine")[1] == 40
@@ -189,15 +189,15 @@ def test_a_prefix_of_a_salt_is_for_requests_with_it(api: TestClient) -> None:
         {"messages": [SYSTEM], "chat_template_kwargs": {"unused": 1}},
     ],
 )
-def test_a_prefix_has_the_tokens_that_tokenize_gives(api: TestClient, body: Any) -> None:
-    """Of messages, without the beginning of an answer."""
+def test_prefix_has_the_tokens_that_tokenize_returns(api: TestClient, body: Any) -> None:
+    """For messages, without the generation prompt."""
     wanted = body | ({"add_generation_prompt": False} if "messages" in body else {})
     count = api.post("/tokenize", json=wanted).json()["count"]
     assert pin(api, **body)["num_tokens"] == count
 
 
-def test_metrics_count(api: TestClient, small: Engine) -> None:
-    """Hits since the engine began; what is pinned as of now."""
+def test_metrics_report_pins_and_their_hits(api: TestClient, small: Engine) -> None:
+    """Hits are totals since the start; pins are the current numbers."""
     core, config = small.client.core, small.config
     metrics = EngineMetrics(core.scheduler.rows.table.num_rows, 512, counts_hits=True)
     exposition = Exposition(metrics, core.view, MODEL, config.cache)
@@ -218,7 +218,7 @@ def test_metrics_count(api: TestClient, small: Engine) -> None:
     assert change == [2, 4, 3, 120]
 
 
-def test_the_routes_are_in_the_schema(api: TestClient) -> None:
+def test_openapi_schema_has_the_routes(api: TestClient) -> None:
     paths = api.get("/openapi.json").json()["paths"]
     assert set(paths[URL]) == {"post", "get"}
     assert set(paths[URL + "/{prefix_id}"]) == {"get", "delete"}
@@ -226,7 +226,7 @@ def test_the_routes_are_in_the_schema(api: TestClient) -> None:
     assert body["$ref"].endswith("/PrefixBody")
 
 
-def test_the_openai_client_works_as_before(url: str) -> None:
+def test_openai_client_works_with_pinned_prefixes(url: str) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         answers = []
         for pins in (False, True):
@@ -280,7 +280,7 @@ def test_the_openai_client_works_as_before(url: str) -> None:
         ({"prompt": "a", "cache_salt": ""}, "cache_salt", "of 1 or more characters"),
     ],
 )
-def test_bodies_that_are_refused(
+def test_bad_bodies_are_refused(
     api: TestClient, body: dict[str, Any], param: str, message: str
 ) -> None:
     answer = api.post(URL, content=json.dumps(body), headers={"Content-Type": "application/json"})
@@ -292,7 +292,7 @@ def test_bodies_that_are_refused(
     assert api.get(URL).json()["data"] == []
 
 
-def test_what_is_not_there(api: TestClient) -> None:
+def test_missing_prefixes_and_models_are_not_found(api: TestClient) -> None:
     gone = pin(api, prompt=IDS)["id"]
     assert api.delete(f"{URL}/{gone}").is_success
     for answer in (
@@ -306,25 +306,25 @@ def test_what_is_not_there(api: TestClient) -> None:
     assert "GET /v1/prefixes" in api.get(f"{URL}/x").json()["error"]["message"]
 
 
-def test_a_server_that_drains_takes_no_new_prefix(api: TestClient, context: ApiContext) -> None:
-    kept = pin(api, prompt=IDS)["id"]
+def test_draining_server_refuses_new_pins(api: TestClient, context: ApiContext) -> None:
+    existing = pin(api, prompt=IDS)["id"]
     context.draining = True
     answer = api.post(URL, json={"prompt": "a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
     assert "retry-after" in answer.headers
-    assert client_of(context).names() == [kept]
+    assert client_of(context).names() == [existing]
 
 
-def test_an_engine_that_is_gone(api: TestClient, context: ApiContext) -> None:
+def test_pin_on_a_dead_engine_is_a_503(api: TestClient, context: ApiContext) -> None:
     client_of(context).kill()
     answer = api.post(URL, json={"prompt": "a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
 
 
-# ---- whose they are ----------------------------------------------------------------------------
+# ---- ownership ---------------------------------------------------------------------------------
 
 
-def test_a_key_sees_and_deletes_only_its_own(small: Engine, context: ApiContext) -> None:
+def test_key_sees_and_deletes_only_its_own_pins(small: Engine, context: ApiContext) -> None:
     locked = context_of(small, api_key=("one", "two"))
     with TestClient(create_app(locked)) as api:
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
@@ -344,40 +344,40 @@ def test_a_key_sees_and_deletes_only_its_own(small: Engine, context: ApiContext)
             assert answer.status_code == 401
 
 
-def test_a_key_pins_its_share(small: Engine, context: ApiContext) -> None:
-    """Of 42 blocks half, and of them an even share: ten; or what the operator says."""
-    for settings, most in (({}, 10), ({"pin_share": 0.25}, 5), ({"pin_share": 1.0}, 21)):
+def test_each_key_pins_up_to_its_share(small: Engine, context: ApiContext) -> None:
+    """By default half of the 42 blocks, in even shares of ten; `pin_share` overrides it."""
+    for settings, max_blocks in (({}, 10), ({"pin_share": 0.25}, 5), ({"pin_share": 1.0}, 21)):
         locked = context_of(small, api_key=("one", "two", "one"), **settings)
         with TestClient(create_app(locked)) as api:
-            for key in ("one", "two") if most <= 10 else ("one",):
+            for key in ("one", "two") if max_blocks <= 10 else ("one",):
                 headers = {"Authorization": f"Bearer {key}"}
-                large = {"prompt": [5] * (16 * most + 1)}
+                large = {"prompt": [5] * (16 * max_blocks + 1)}
                 answer = api.post(URL, json=large, headers=headers)
                 assert answer.status_code == 400
-                own = f"share is {most} of 42. Remove"
-                wanted = own if most < 21 else "the limit is half of them"
+                own = f"share is {max_blocks} of 42. Remove"
+                wanted = own if max_blocks < 21 else "the limit is half of them"
                 assert wanted in answer.json()["error"]["message"]
                 assert answer.json()["error"]["param"] == "prompt"
-                body = {"prompt": [5] * (16 * most)}
+                body = {"prompt": [5] * (16 * max_blocks)}
                 assert api.post(URL, json=body, headers=headers).is_success
         for name in client_of(context).names():
             small.client.unpin(name)
 
 
-def test_without_keys_one_may_pin_all_there_is(context: ApiContext) -> None:
+def test_without_keys_the_pin_share_is_one(context: ApiContext) -> None:
     assert context.config.pin_share_of_key == 1.0
 
 
-def test_without_keys_they_are_everybodys(api: TestClient) -> None:
+def test_without_keys_pins_belong_to_everyone(api: TestClient) -> None:
     made = pin(api, prompt=IDS, user="ann")["id"]
     assert api.get(f"{URL}/{made}").is_success
     assert api.delete(f"{URL}/{made}").is_success
 
 
-# ---- clients that leave, and prefixes that are taken away meanwhile ------------------------------
+# ---- disconnects and removals during computation -----------------------------------------------
 
 
-def test_a_client_that_leaves_while_it_is_computed(url: str, context: ApiContext) -> None:
+def test_disconnect_during_computation_removes_the_pin(url: str, context: ApiContext) -> None:
     client = client_of(context)
     client.hold(after_steps=2)  # of five
     connection = open_connection(url, URL, {"prompt": LONG})
@@ -390,21 +390,17 @@ def test_a_client_that_leaves_while_it_is_computed(url: str, context: ApiContext
     client.release()
 
 
-def test_a_client_that_leaves_when_it_is_there_but_not_yet_told(
-    url: str, context: ApiContext
-) -> None:
+def test_disconnect_before_the_response_removes_the_pin(url: str, context: ApiContext) -> None:
     client = client_of(context)
     client.answers.clear()
     connection = open_connection(url, URL, {"prompt": IDS})
-    wait_until(lambda: client.num_asked == 1)
+    wait_until(lambda: client.num_calls == 1)
     assert len(client.names()) == 1
     hang_up(connection)
     wait_until(lambda: client.names() == [])
 
 
-def test_who_waits_for_a_prefix_that_somebody_removes_is_told(
-    url: str, context: ApiContext
-) -> None:
+def test_deleting_a_pin_being_computed_fails_its_request(url: str, context: ApiContext) -> None:
     client = client_of(context)
     client.hold(after_steps=2)
     with ThreadPoolExecutor(1) as pool:
@@ -419,7 +415,7 @@ def test_who_waits_for_a_prefix_that_somebody_removes_is_told(
     assert client.names() == []
 
 
-def test_a_prefix_that_fails_is_an_error_and_not_kept(url: str, context: ApiContext) -> None:
+def test_failed_prefix_is_an_error_and_not_pinned(url: str, context: ApiContext) -> None:
     client = client_of(context)
     client.hold(after_steps=2)
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)

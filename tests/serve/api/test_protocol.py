@@ -1,4 +1,4 @@
-"""Bad input of both endpoints: a 400 that names the field; nothing reaches the engine."""
+"""Bad input to both endpoints gives a 400 that names the field; nothing reaches the engine."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from quire.serve.context import ApiContext
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}
 
-# Field, value: refused by both endpoints.
+# (field, value), refused by both endpoints
 BOTH: list[tuple[str, Any]] = [
     ("n", 0), ("n", 9), ("n", 129),
     ("response_format", {"type": "xml"}), ("response_format", "json"), ("response_format", {}),
@@ -75,7 +75,7 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ],
     ids=["completions", "streamed chat", "streamed completions", "chat"],
 )
-def test_refused(
+def test_bad_values_are_refused_with_the_field(
     api: TestClient, api_context: ApiContext, url: str, body: Any, cases: Any, stream: bool
 ) -> None:
     for field, value in cases:
@@ -94,10 +94,10 @@ def test_refused(
 
 
 def dumped(value: Any) -> bytes:
-    return json.dumps(value).encode()  # halves of surrogate pairs as escapes
+    return json.dumps(value).encode()  # lone surrogates as escapes
 
 
-def test_a_prompt_that_is_too_long_has_a_code(api: TestClient) -> None:
+def test_too_long_prompt_gives_context_length_exceeded(api: TestClient) -> None:
     for url, body in (
         ("/v1/completions", {"prompt": [1] * 512}),
         ("/v1/completions", {"prompt": [1] * 500, "max_tokens": 13}),
@@ -109,26 +109,22 @@ def test_a_prompt_that_is_too_long_has_a_code(api: TestClient) -> None:
 
 
 @pytest.mark.parametrize("url", ["/v1/completions", "/v1/chat/completions"])
-def test_another_model_is_not_found(api: TestClient, url: str) -> None:
+def test_unknown_model_is_not_found(api: TestClient, url: str) -> None:
     body = TEXT if url == "/v1/completions" else CHAT
     answer = api.post(url, json=body | {"model": "gpt-9"})
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "model"
 
 
-def test_what_is_refused_in_a_batch_stops_all_of_it(
-    api: TestClient, api_context: ApiContext
-) -> None:
+def test_one_bad_prompt_refuses_the_whole_batch(api: TestClient, api_context: ApiContext) -> None:
     answer = api.post("/v1/completions", json={"prompt": [[1, 2], [1, 99_999]]})
     assert answer.status_code == 400
     assert "99999" in answer.json()["error"]["message"]
     assert api_context.client.num_generated == 0
 
 
-def test_long_lists_are_not_multiplied_by_many_prompts(
-    api: TestClient, api_context: ApiContext
-) -> None:
-    """2 MB of ids for 256 prompts held up everybody for 12 seconds."""
+def test_long_lists_are_limited_across_prompts(api: TestClient, api_context: ApiContext) -> None:
+    """2 MB of ids for 256 prompts would block all clients for 12 seconds."""
     ids, words = list(range(900)) * 582, ["x" * 512] * 200
     for field, value, num_prompts in (("allowed_token_ids", ids, 2), ("bad_words", words, 2)):
         prompts = ["Hi"] * num_prompts

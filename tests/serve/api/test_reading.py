@@ -48,7 +48,7 @@ MAPS: list[tuple[type[BaseModel], str, int, int]] = [
 
 
 class Watched(list[Any]):
-    """A list that knows how many of its items were looked at."""
+    """A list that counts the items that were read from it."""
 
     num_seen = 0
 
@@ -59,7 +59,7 @@ class Watched(list[Any]):
 
 
 def errors_of(model: type[BaseModel], field: str, value: Any) -> list[Any]:
-    """Those of this field."""
+    """Return the validation errors of this field."""
     try:
         model.model_validate({field: value})
     except ValidationError as error:
@@ -67,41 +67,41 @@ def errors_of(model: type[BaseModel], field: str, value: Any) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize(("model", "field", "wrong", "most"), CASES)
-def test_the_first_wrong_item_ends_a_list(
-    model: type[BaseModel], field: str, wrong: Any, most: int
+@pytest.mark.parametrize(("model", "field", "wrong", "limit"), CASES)
+def test_validation_stops_at_the_first_wrong_item(
+    model: type[BaseModel], field: str, wrong: Any, limit: int
 ) -> None:
-    [error] = errors_of(model, field, [wrong] * min(most, 5000))
+    [error] = errors_of(model, field, [wrong] * min(limit, 5000))
     assert error["loc"][:2] == (field, 0)
 
 
-@pytest.mark.parametrize(("model", "field", "wrong", "most"), CASES[:-1])
-def test_a_list_is_measured_before_its_items_are_looked_at(
-    model: type[BaseModel], field: str, wrong: Any, most: int
+@pytest.mark.parametrize(("model", "field", "wrong", "limit"), CASES[:-1])
+def test_list_length_is_checked_before_its_items(
+    model: type[BaseModel], field: str, wrong: Any, limit: int
 ) -> None:
-    items = Watched([wrong] * (most + 1))
+    items = Watched([wrong] * (limit + 1))
     [error] = errors_of(model, field, items)
     assert (error["type"], error["loc"]) == ("too_long", (field,))
-    assert error["ctx"]["max_length"] == most
+    assert error["ctx"]["max_length"] == limit
     assert items.num_seen == 0
 
 
-@pytest.mark.parametrize(("model", "field", "most", "each"), MAPS)
-def test_objects_are_measured_and_their_errors_bounded(
-    model: type[BaseModel], field: str, most: int, each: int
+@pytest.mark.parametrize(("model", "field", "limit", "each"), MAPS)
+def test_object_size_and_error_count_are_bounded(
+    model: type[BaseModel], field: str, limit: int, each: int
 ) -> None:
-    """each: errors that one wrong name and its value make."""
-    wrong = {f"x{index}": "x" for index in range(most)}
-    assert len(errors_of(model, field, wrong)) == most * each
+    """each: number of errors for one wrong name and its value."""
+    wrong = {f"x{index}": "x" for index in range(limit)}
+    assert len(errors_of(model, field, wrong)) == limit * each
     [error] = errors_of(model, field, wrong | {"one": "more"})
     assert (error["type"], error["loc"]) == ("too_long", (field,))
     [error] = errors_of(model, field, {"a" * 257: 1})
     assert (error["type"], error["loc"]) == ("names_too_long", (field,))
 
 
-def test_every_list_and_object_of_every_body_has_a_bound(api: TestClient) -> None:
-    """By the schema, so that a new field cannot be forgotten. What is only counted in the body is
-    listed here."""
+def test_every_list_and_object_field_is_bounded(api: TestClient) -> None:
+    """Fields come from the schema, so that new ones are covered. Only the counts of the whole body
+    bound the `free` fields."""
     free = {"prompt", "prompts", "tokens", "token_ids", "input", "input_ids"}
     schemas = api.get("/openapi.json").json()["components"]["schemas"]
     bodies = [name for name in schemas if name.endswith(("Request", "Body"))]
@@ -117,8 +117,8 @@ def test_every_list_and_object_of_every_body_has_a_bound(api: TestClient) -> Non
 
 @settings(deadline=None, max_examples=30)
 @given(VALUES, st.booleans(), st.integers(1, 9))
-def test_counts_are_those_of_the_value(value: Any, is_ascii: bool, piece_bytes: int) -> None:
-    """Wherever the pieces are cut, and whatever is in the texts."""
+def test_counts_match_the_parsed_value(value: Any, is_ascii: bool, piece_bytes: int) -> None:
+    """For pieces of any size and for any text."""
     data = json.dumps(value, ensure_ascii=is_ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counts, "PIECE_BYTES", piece_bytes)
@@ -132,7 +132,7 @@ def test_counts_are_those_of_the_value(value: Any, is_ascii: bool, piece_bytes: 
 
 
 def counted(value: Any) -> dict[str, int]:
-    """By walking through it. An empty list counts as one value more."""
+    """Count by walking through the value. An empty list counts as one more value."""
     names = ("MAX_VALUES", "MAX_CONTAINERS", "MAX_TEXTS", "MAX_EXPONENTS")
     found = dict.fromkeys(names, 0)
     rest, found["MAX_VALUES"] = [value], 1
@@ -151,7 +151,7 @@ def counted(value: Any) -> dict[str, int]:
 
 @settings(deadline=None, max_examples=100)
 @given(VALUES)
-def test_read_as_json_reads_it(value: Any) -> None:
+def test_read_json_matches_the_json_module(value: Any) -> None:
     for is_ascii in (True, False):
         data = json.dumps(value, ensure_ascii=is_ascii)
         read = reading.read_json(bytearray(data.encode()), "the body")
@@ -161,7 +161,7 @@ def test_read_as_json_reads_it(value: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["1e400", "-0.0", "1E5", "5e-324", "0.1", "1" * 30, "-" + "1" * 400, '"\\u0000"', "[]"]
 )
-def test_odd_numbers_are_read_as_json_reads_them(text: str) -> None:
+def test_odd_numbers_match_the_json_module(text: str) -> None:
     assert repr(reading.read_json(text.encode(), "it")) == repr(json.loads(text))
 
 
@@ -188,30 +188,32 @@ LARGE = reading.SMALL_BYTES
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_refused_unread(api: TestClient, body: bytes, status: int, message: str) -> None:
-    """A field with a name of 16 MB took minutes: near names were looked for."""
+def test_expensive_or_invalid_bodies_are_refused(
+    api: TestClient, body: bytes, status: int, message: str
+) -> None:
+    """Searching for names similar to one of 16 MB would take minutes."""
     response = api.post("/v1/completions", content=body, headers=JSON)
     assert response.status_code == status
     assert message in response.json()["error"]["message"].replace("whose name has", "a name has")
 
 
-def test_large_bodies_are_read_in_thread_the_loop(
+def test_large_bodies_are_parsed_off_the_event_loop(
     api: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
     read = reading.read_json
 
-    def noted(*arguments: Any) -> Any:
+    def recorded(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
         return read(*arguments)
 
-    monkeypatch.setattr(reading, "read_json", noted)
+    monkeypatch.setattr(reading, "read_json", recorded)
     for num_chars in (1, reading.ON_LOOP_BYTES, 1):
         api.post("/tokenize", json={"prompt": "a" * num_chars})
     assert threads[0] == threads[2] != threads[1]
 
 
-def test_an_unsupported_value_is_shown_without_looking_at_all_of_it() -> None:
+def test_short_repr_bounds_long_values() -> None:
     text = ShortRepr().repr({"a": ["x" * 10_000] * 1000, "b": "\x7f" * 1_000_000})
     assert len(text) < 1000
     assert ShortRepr().repr({"type": "json_object"}) == "{'type': 'json_object'}"

@@ -1,4 +1,4 @@
-"""Endpoints of other servers that are refused say why, and what to use instead.
+"""Unsupported endpoints of other servers give the reason and the alternative.
 
 Covers `serve/native/refused.py`.
 """
@@ -14,7 +14,7 @@ from tests.serve.api.conftest import MakeContext
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_each_path_and_all_below_it_give_the_reason(api: TestClient, path: str) -> None:
+def test_refused_paths_and_all_below_give_the_reason(api: TestClient, path: str) -> None:
     for method, below in (("GET", ""), ("POST", ""), ("POST", "/a/b"), ("DELETE", "/a")):
         response = api.request(method, f"{path}{below}", content=b"\xff no JSON")
         assert response.status_code == 501
@@ -27,12 +27,12 @@ def test_each_path_and_all_below_it_give_the_reason(api: TestClient, path: str) 
             assert error["code"] == "unsupported_endpoint"
 
 
-def test_other_paths_stay_unknown(api: TestClient) -> None:
+def test_similar_paths_stay_unknown(api: TestClient) -> None:
     for path in ("/v1/audios", "/v1/nothing", "/audio/speech", "/api/v10", "/infos"):
         assert api.post(path).status_code == 404
 
 
-def test_a_key_is_needed_first(make_context: MakeContext) -> None:
+def test_key_is_checked_before_the_refusal(make_context: MakeContext) -> None:
     with TestClient(create_app(make_context(api_key=("k",)))) as client:
         assert client.post("/v1/moderations").status_code == 401
         headers = {"Authorization": "Bearer k"}
@@ -60,10 +60,8 @@ def test_the_realtime_socket_is_refused(api: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/tokenize"])
-def test_a_path_of_two_servers_names_the_field_of_the_other_body(
-    api: TestClient, path: str
-) -> None:
-    """text-generation-inference has these paths, too."""
+def test_tgi_body_on_a_shared_path_gets_the_right_field_name(api: TestClient, path: str) -> None:
+    """text-generation-inference (TGI) has the same paths."""
     response = api.post(path, json={"inputs": "fox", "parameters": {"max_new_tokens": 3}})
     assert response.status_code == 400
     error = response.json()["error"]

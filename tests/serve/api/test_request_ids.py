@@ -1,4 +1,4 @@
-"""`http/middleware.py`: lines that are logged for a request name it."""
+"""`http/middleware.py`: log lines of a request have its id."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from quire.serve.http.middleware import RequestIds
 
 
 async def seen_ids(*headers: tuple[bytes, bytes]) -> tuple[str | None, bytes]:
-    """The id that a handler's lines have, and the one in the response."""
+    """Return the id of the handler's log lines, and the id in the response."""
     found: list[str | None] = []
     sent: list[Message] = []
 
@@ -27,15 +27,15 @@ async def seen_ids(*headers: tuple[bytes, bytes]) -> tuple[str | None, bytes]:
     return found[0], dict(sent[0]["headers"])[b"x-request-id"]
 
 
-async def both() -> None:
+async def check_two_requests() -> None:
     named, made = await asyncio.gather(
         asyncio.create_task(seen_ids((b"x-request-id", b"mine"))),
         asyncio.create_task(seen_ids()),
     )
     assert named == ("mine", b"mine")
     assert made[0] is not None and made[0].encode() == made[1] != b"mine"
-    assert current_request.get() is None, "it is the id of the request's task alone"
+    assert current_request.get() is None, "only the request's task has the id"
 
 
 def test_each_request_has_its_own_id() -> None:
-    asyncio.run(both())
+    asyncio.run(check_two_requests())

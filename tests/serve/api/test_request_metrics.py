@@ -1,4 +1,4 @@
-"""--enable-per-request-metrics: times in the answer, from the client's and the engine's clocks."""
+"""--enable-per-request-metrics: response times from the client's and the engine's clocks."""
 
 import json
 from typing import Any
@@ -16,28 +16,30 @@ TEXT = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True}
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
 )
-def test_times_are_told_where_they_are_wanted(
+def test_metrics_are_in_the_response_only_if_enabled(
     make_context: MakeContext, path: str, body: dict[str, Any], api: TestClient
 ) -> None:
     assert "metrics" not in api.post(path, json=body).json()
     with TestClient(create_app(make_context(enable_per_request_metrics=True))) as client:
-        told = client.post(path, json=body).json()["metrics"]
-        assert min(told[f"{name}_ms"] for name in ("time_to_first_token", "generation_time")) > 0
-        assert 0 <= told["queue_time_ms"] <= told["time_to_first_token_ms"]
-        assert told["mean_itl_ms"] == pytest.approx(told["generation_time_ms"] / 3, abs=1e-3)
-        assert told["tokens_per_second"] == pytest.approx(1000 / told["mean_itl_ms"], rel=0.05)
+        metrics = client.post(path, json=body).json()["metrics"]
+        assert min(metrics[f"{name}_ms"] for name in ("time_to_first_token", "generation_time")) > 0
+        assert 0 <= metrics["queue_time_ms"] <= metrics["time_to_first_token_ms"]
+        assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 3, abs=1e-3)
+        assert metrics["tokens_per_second"] == pytest.approx(
+            1000 / metrics["mean_itl_ms"], rel=0.05
+        )
         streamed = client.post(
             path, json=body | {"stream": True, "stream_options": {"include_usage": True}}
         ).text
         events = [json.loads(line[6:]) for line in streamed.split("\n\n") if line[6:7] == "{"]
         assert [event for event in events if "metrics" in event] == [events[-1]]
-        assert events[-1]["metrics"].keys() == told.keys()
+        assert events[-1]["metrics"].keys() == metrics.keys()
 
 
-def test_one_token_has_no_mean(make_context: MakeContext) -> None:
+def test_mean_latency_needs_two_tokens_and_one_prompt(make_context: MakeContext) -> None:
     with TestClient(create_app(make_context(enable_per_request_metrics=True))) as client:
-        told = client.post("/v1/completions", json=TEXT | {"max_tokens": 1}).json()["metrics"]
-        assert (told["mean_itl_ms"], told["tokens_per_second"]) == (None, None)
+        metrics = client.post("/v1/completions", json=TEXT | {"max_tokens": 1}).json()["metrics"]
+        assert (metrics["mean_itl_ms"], metrics["tokens_per_second"]) == (None, None)
         two = client.post("/v1/completions", json=TEXT | {"n": 2, "temperature": 1}).json()[
             "metrics"
         ]

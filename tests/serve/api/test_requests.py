@@ -1,4 +1,4 @@
-"""GET /v1/requests/{id}: a request's time line, for the key that made it."""
+"""GET /v1/requests/{id}: a request's timeline, for the key that made it."""
 
 import pytest
 from starlette.testclient import TestClient
@@ -9,27 +9,27 @@ from tests.serve.api.conftest import MODEL, MakeContext
 BODY = {"model": MODEL, "prompt": "The sea", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
-def test_a_completion_and_a_chat(api: TestClient) -> None:
+def test_completion_and_chat_have_a_timeline(api: TestClient) -> None:
     answer = api.post("/v1/completions", json=BODY).json()
-    told = api.get(f"/v1/requests/{answer['id']}").json()
-    assert (told["object"], told["state"]) == ("request.timeline", "finished")
-    assert told["id"].startswith(answer["id"])
-    assert told["prompt_tokens"] == answer["usage"]["prompt_tokens"]
-    assert (told["output_tokens"], told["finish_reason"]) == (4, "length")
-    assert 0 <= told["admitted_ms"] <= told["first_token_ms"] <= told["finished_ms"]
-    assert told["in_words"][-1].startswith("ended after ")
+    timeline = api.get(f"/v1/requests/{answer['id']}").json()
+    assert (timeline["object"], timeline["state"]) == ("request.timeline", "finished")
+    assert timeline["id"].startswith(answer["id"])
+    assert timeline["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert (timeline["output_tokens"], timeline["finish_reason"]) == (4, "length")
+    assert 0 <= timeline["admitted_ms"] <= timeline["first_token_ms"] <= timeline["finished_ms"]
+    assert timeline["in_words"][-1].startswith("ended after ")
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     answer = api.post("/v1/chat/completions", json=chat).json()
     assert api.get(f"/v1/requests/{answer['id']}").json()["id"] == answer["id"]
 
 
-def test_an_answer_of_several_prompts(api: TestClient) -> None:
+def test_several_prompts_give_a_list_of_timelines(api: TestClient) -> None:
     answer = api.post("/v1/completions", json=BODY | {"prompt": ["The sea", "A fox"]}).json()
-    told = api.get(f"/v1/requests/{answer['id']}").json()
-    assert told["object"] == "list" and len(told["data"]) == 2
+    timeline = api.get(f"/v1/requests/{answer['id']}").json()
+    assert timeline["object"] == "list" and len(timeline["data"]) == 2
 
 
-def test_unknown_ids(api: TestClient) -> None:
+def test_unknown_ids_are_not_found(api: TestClient) -> None:
     for name in ("cmpl-nothing", "x" * 500, "%00", "%E2%82%AC"):
         response = api.get(f"/v1/requests/{name}")
         assert response.status_code == 404
@@ -38,8 +38,8 @@ def test_unknown_ids(api: TestClient) -> None:
         assert len(error["message"]) < 500
 
 
-def test_only_the_key_that_asked_is_told(make_context: MakeContext) -> None:
-    """Others get the same answer as for an id that does not exist; without a key it is 401."""
+def test_timeline_is_visible_only_to_its_key(make_context: MakeContext) -> None:
+    """Other keys get a 404, as for an unknown id; requests without a key get a 401."""
     app = create_app(make_context(api_key=("one", "two")))
     one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
     with TestClient(app) as api:
@@ -50,7 +50,7 @@ def test_only_the_key_that_asked_is_told(make_context: MakeContext) -> None:
         assert api.get(path).status_code == 401
 
 
-def test_an_admin_key_is_told_of_all(make_context: MakeContext) -> None:
+def test_admin_key_sees_all_timelines(make_context: MakeContext) -> None:
     app = create_app(make_context(api_key=("one", "boss"), admin_api_key=("boss",)))
     one, boss = ({"Authorization": f"Bearer {key}"} for key in ("one", "boss"))
     with TestClient(app) as api:
@@ -62,5 +62,5 @@ def test_an_admin_key_is_told_of_all(make_context: MakeContext) -> None:
 
 
 @pytest.mark.parametrize("method", ["post", "put"])
-def test_it_is_only_read(api: TestClient, method: str) -> None:
+def test_timeline_is_read_only(api: TestClient, method: str) -> None:
     assert getattr(api, method)("/v1/requests/cmpl-1").status_code == 405

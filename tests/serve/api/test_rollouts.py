@@ -1,4 +1,4 @@
-"""The routes of trainers: TRL's server and vLLM's /inference/v1/generate, compared with the engine
+"""Routes for trainers: TRL's server and vLLM's /inference/v1/generate, compared with the engine
 and with OpenAI's endpoints.
 
 Covers `serve/rollouts/as_requests.py`, `serve/rollouts/protocol.py`, `serve/rollouts/tokens.py`,
@@ -41,7 +41,7 @@ NEW_WEIGHTS = ("/init_communicator/", "/update_named_param/", "/batch_update_nam
 
 @pytest.fixture(scope="module")
 def shared(make_context: MakeContext) -> Iterator[TestClient]:
-    """One app for the tests that change nothing about it."""
+    """An app shared by the tests that do not change it."""
     with TestClient(create_app(make_context()), raise_server_exceptions=False) as client:
         yield client
 
@@ -75,7 +75,7 @@ def tokens_of(api: TestClient, **body: Any) -> Any:
 # ---- TRL's server ------------------------------------------------------------------------------
 
 
-def test_prompts_are_continued_as_by_completions(shared: TestClient) -> None:
+def test_trl_generate_matches_completions(shared: TestClient) -> None:
     texts = [STORY, "Hello"]
     own = {"temperature": 1.0, "seed": 4, "min_tokens": 6, "max_tokens": 6}
     expected = completion(shared, texts, logprobs=3, n=2, **own, top_p=1.0, top_k=0)
@@ -95,7 +95,7 @@ def test_prompts_are_continued_as_by_completions(shared: TestClient) -> None:
     assert by_ids == found
 
 
-def test_conversations_are_answered_as_by_chats(shared: TestClient) -> None:
+def test_trl_chat_matches_chat_completions(shared: TestClient) -> None:
     other = [{"role": "user", "content": "Who are you?"}]
     found = answered(shared, "/chat/", messages=[HELLO, other], logprobs=0, **SEEDED)
     for row, messages in enumerate((HELLO, other)):
@@ -113,14 +113,14 @@ def test_conversations_are_answered_as_by_chats(shared: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", TRL_BODIES)
-def test_absent_parameters_have_trls_defaults(shared: TestClient, path: str) -> None:
+def test_missing_parameters_get_trls_defaults(shared: TestClient, path: str) -> None:
     ignoring = {"generation_kwargs": {"seed": 1, "ignore_eos": True}}
     found = answered(shared, path, **TRL_BODIES[path], **ignoring)
     same = answered(shared, path, **TRL_BODIES[path], **ignoring, **DEFAULTS)
     assert found == same and len(found["completion_ids"][0]) == DEFAULTS["max_tokens"]
-    nothing = answered(shared, path, **TRL_BODIES[path], **ignoring, logprobs=None)
-    assert nothing["logprobs"] is None and nothing["logprob_token_ids"] is None
-    assert nothing["completion_ids"] == found["completion_ids"]
+    without_logprobs = answered(shared, path, **TRL_BODIES[path], **ignoring, logprobs=None)
+    assert without_logprobs["logprobs"] is None and without_logprobs["logprob_token_ids"] is None
+    assert without_logprobs["completion_ids"] == found["completion_ids"]
 
 
 @pytest.mark.parametrize("path", TRL_BODIES)
@@ -132,7 +132,7 @@ def test_a_regex_constrains_the_tokens(shared: TestClient, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", TRL_BODIES)
-def test_copies_of_long_parameters_are_bounded_in_all(shared: TestClient, path: str) -> None:
+def test_long_parameters_are_limited_across_prompts(shared: TestClient, path: str) -> None:
     body: dict[str, list[Any]] = TRL_BODIES[path]
     many = {name: 128 * value for name, value in body.items()}
     choices = [f"{i:06}" * 20 for i in range(100)]
@@ -146,7 +146,7 @@ def test_copies_of_long_parameters_are_bounded_in_all(shared: TestClient, path: 
         answered(shared, path, **body, **given)
 
 
-def test_tools_and_variables_reach_the_template(shared: TestClient) -> None:
+def test_tools_reach_the_template(shared: TestClient) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     plain = answered(shared, "/chat/", messages=[HELLO], **GREEDY)["prompt_ids"]
     assert (
@@ -155,7 +155,7 @@ def test_tools_and_variables_reach_the_template(shared: TestClient) -> None:
 
 
 @pytest.mark.parametrize("shape", ["json", "binary"])
-def test_sequences_are_scored_as_prompts(shared: TestClient, shape: str) -> None:
+def test_sequence_logprobs_match_prompt_logprobs(shared: TestClient, shape: str) -> None:
     texts = [STORY, "Hello there, who are you"]
     sequences = [answered(shared, "/tokenize", prompt=text)["tokens"] for text in texts]
     lengths, num = [2, 0], 3
@@ -167,16 +167,18 @@ def test_sequences_are_scored_as_prompts(shared: TestClient, shape: str) -> None
     if shape == "binary":
         assert found["completion_lengths"] == [len(sequences[0]) - 2, len(sequences[1])]
     for row, (choice, length) in enumerate(zip(expected, lengths, strict=True)):
-        for place, position in enumerate(choice["prompt_logprobs"][length:]):
+        for offset, position in enumerate(choice["prompt_logprobs"][length:]):
             ranked = sorted((position or {}).values(), key=lambda each: each["rank"])
             values = [each["logprob"] for each in ranked]
             if shape == "json":
-                assert found["logprobs"][row][place] == values
-                assert set(map(str, found["logprob_token_ids"][row][place])) == set(position or {})
+                assert found["logprobs"][row][offset] == values
+                assert set(map(str, found["logprob_token_ids"][row][offset])) == set(position or {})
                 continue
-            tops, own = (array(found, name)[row, place] for name in ("logprobs", "actual_logprobs"))
-            token = sequences[row][length + place]
-            assert array(found, "actual_token_ids", np.int32)[row, place] == token
+            tops, own = (
+                array(found, name)[row, offset] for name in ("logprobs", "actual_logprobs")
+            )
+            token = sequences[row][length + offset]
+            assert array(found, "actual_token_ids", np.int32)[row, offset] == token
             if position is None:
                 assert np.isinf(tops).all() and np.isinf(own).all()
             else:
@@ -185,9 +187,7 @@ def test_sequences_are_scored_as_prompts(shared: TestClient, shape: str) -> None
 
 
 @pytest.mark.parametrize("shape", ["json", "binary"])
-def test_an_absent_number_of_log_probabilities_is_within_the_limit(
-    shared: TestClient, shape: str
-) -> None:
+def test_top_logprobs_defaults_to_the_servers_limit(shared: TestClient, shape: str) -> None:
     body = {"sequences": [[5, 6, 7]], "prompt_lengths": [1], "response_format": shape}
     found = answered(shared, "/get_sequence_logprobs/", **body)
     assert found == answered(shared, "/get_sequence_logprobs/", **body, top_logprobs=20)
@@ -196,21 +196,21 @@ def test_an_absent_number_of_log_probabilities_is_within_the_limit(
 
 
 @pytest.mark.parametrize("limit", [-1, 20])
-def test_the_number_of_scores_is_bounded(make_context: MakeContext, limit: int) -> None:
+def test_total_number_of_logprobs_is_limited(make_context: MakeContext, limit: int) -> None:
     ready = make_context().client.ready
     ready = msgspec.structs.replace(ready, max_logprobs=limit, vocab_size=1000)
     body = SequencesBody(sequences=[[1, 2]], prompt_lengths=[0], top_logprobs=None)
-    most = {"sequences": [[1] * 1000, [1]], "prompt_lengths": [0, 0]}
+    largest = {"sequences": [[1] * 1000, [1]], "prompt_lengths": [0, 0]}
     if limit == -1:
         body = body.model_copy(update={"top_logprobs": 2**31 - 1})
         assert sequences_completion(body, ready).prompt_logprobs == 1000
-        many = body.model_copy(update=most | {"sequences": [[1] * 5000, [1]]})
+        many = body.model_copy(update=largest | {"sequences": [[1] * 5000, [1]]})
     else:
         lists = {"sequences": [[1] * 2000] * 256, "prompt_lengths": [0] * 256}
         many = body.model_copy(update=lists)
     with pytest.raises(ApiError, match="Send fewer sequences"):
         sequences_completion(many, ready)
-    assert sequences_completion(body.model_copy(update=most), ready).prompt_logprobs
+    assert sequences_completion(body.model_copy(update=largest), ready).prompt_logprobs
 
 
 @pytest.mark.parametrize("path", [*TRL_BODIES, "/get_sequence_logprobs/"])
@@ -227,7 +227,7 @@ def test_an_aborted_request_is_an_error(
 
 
 @pytest.mark.parametrize(("reason", "shown"), [("abort", "abort"), ("stop", "length")])
-def test_without_tokens_the_reason_stays(reason: Any, shown: str) -> None:
+def test_max_tokens_zero_reports_length_unless_aborted(reason: Any, shown: str) -> None:
     completion = CompletionRequest.model_construct(prompt=[5], max_tokens=0)
     names = TokenNames(None, as_ids=True)
     ended = CompletionOutput(0, "a", [7], None, None, reason)
@@ -240,7 +240,7 @@ def test_without_tokens_the_reason_stays(reason: Any, shown: str) -> None:
         assert (found["token_ids"], found["finish_reason"]) == ([], shown)
 
 
-def test_an_ended_choice_has_its_experts() -> None:
+def test_only_an_ended_choice_has_routed_experts() -> None:
     completion = CompletionRequest.model_construct(prompt=[5], max_tokens=2)
     choice = TokensChoice(0, completion, UsageCounter(1), TokenNames(None, as_ids=True))
     running, ended = CompletionOutput(0, "a", [7]), CompletionOutput(0, "b", [8])
@@ -294,7 +294,7 @@ def test_bad_bodies_are_refused(
     assert "truncate_prompt_tokens" not in error["message"], "these bodies have no such field"
 
 
-def test_the_state_of_the_server(shared: TestClient) -> None:
+def test_trl_server_routes_report_state_and_reset_the_cache(shared: TestClient) -> None:
     assert shared.get("/health/").json() == {"status": "ok"}
     assert shared.get("/get_world_size").json() == shared.get("/get_world_size/").json()
     assert shared.get("/get_world_size/").json() == {"world_size": 1}
@@ -306,12 +306,12 @@ def test_the_state_of_the_server(shared: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", NEW_WEIGHTS)
-def test_an_nccl_group_is_refused_with_the_ways_that_work(shared: TestClient, path: str) -> None:
+def test_nccl_weight_transfer_is_refused_with_alternatives(shared: TestClient, path: str) -> None:
     message = error_of(shared.post(path, json={"host": "0.0.0.0", "port": 1}), 501)["message"]
     assert path in message and "/update_weights" in message and "save_pretrained" in message
 
 
-def test_the_cache_is_an_admins(make_context: MakeContext) -> None:
+def test_cache_reset_needs_an_admin_key(make_context: MakeContext) -> None:
     app = create_app(make_context(api_key=("a", "b"), admin_api_key=("b",)))
     with TestClient(app) as api:
         assert api.get("/health/").status_code == 200
@@ -324,7 +324,7 @@ def test_the_cache_is_an_admins(make_context: MakeContext) -> None:
 # ---- /inference/v1/generate --------------------------------------------------------------------
 
 
-def test_tokens_in_and_tokens_out(shared: TestClient) -> None:
+def test_generate_takes_and_returns_token_ids(shared: TestClient) -> None:
     expected = direct(STORY, max_tokens=8)
     ids = expected.prompt_token_ids
     found = tokens_of(shared, token_ids=ids, sampling_params=GREEDY)
@@ -335,7 +335,7 @@ def test_tokens_in_and_tokens_out(shared: TestClient) -> None:
     assert "prompt_logprobs" not in found
 
 
-def test_log_probabilities_name_tokens_by_id(shared: TestClient) -> None:
+def test_logprobs_name_tokens_by_id(shared: TestClient) -> None:
     ids = direct(STORY, max_tokens=1).prompt_token_ids
     sampling = {"n": 2, "temperature": 1, "seed": 3, "max_tokens": 5, "min_tokens": 5}
     fields = {"logprobs": 2, "prompt_logprobs": 1}
@@ -350,7 +350,7 @@ def test_log_probabilities_name_tokens_by_id(shared: TestClient) -> None:
         assert all(len(each["top_logprobs"]) == 2 for each in content)
 
 
-def test_a_stream_has_the_same_tokens(shared: TestClient) -> None:
+def test_stream_has_the_same_tokens_and_logprobs(shared: TestClient) -> None:
     ids = direct(STORY, max_tokens=1).prompt_token_ids
     sampling = GREEDY | {"logprobs": 1, "prompt_logprobs": 0, "stream_interval": 3}
     whole = tokens_of(shared, token_ids=ids, sampling_params=sampling)
@@ -370,7 +370,7 @@ def test_a_stream_has_the_same_tokens(shared: TestClient) -> None:
     assert choices[-1]["finish_reason"] == "length"
 
 
-def test_scoring_alone_generates_nothing(shared: TestClient) -> None:
+def test_max_tokens_zero_returns_only_prompt_logprobs(shared: TestClient) -> None:
     ids = direct(STORY, max_tokens=1).prompt_token_ids
     found = tokens_of(
         shared, token_ids=ids, sampling_params={"max_tokens": 0, "prompt_logprobs": 0}
@@ -378,7 +378,7 @@ def test_scoring_alone_generates_nothing(shared: TestClient) -> None:
     assert found["choices"][0]["token_ids"] == [] and len(found["prompt_logprobs"]) == len(ids)
 
 
-def test_unknown_parameters_are_named(shared: TestClient) -> None:
+def test_unknown_sampling_parameters_are_named_in_a_header(shared: TestClient) -> None:
     body = {"token_ids": [5], "sampling_params": GREEDY | {"strange": 1, "output_kind": 2}}
     response = shared.post("/inference/v1/generate", json=body)
     assert response.headers["X-Quire-Ignored-Fields"] == "sampling_params.strange"
@@ -388,7 +388,7 @@ def test_unknown_parameters_are_named(shared: TestClient) -> None:
     "unknown", [{"stream": True}, {"return_token_ids": False}, {"priority": "a"}, {"echo": True},
                 {"prompt": [1]}],
 )  # fmt: skip
-def test_fields_of_completions_are_no_sampling_parameters(
+def test_completions_fields_are_not_sampling_parameters(
     shared: TestClient, unknown: dict[str, Any]
 ) -> None:
     for path, body, field in (
@@ -405,10 +405,10 @@ def test_fields_of_completions_are_no_sampling_parameters(
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_the_fingerprint_is_of_the_engine_that_answers(
+def test_fingerprint_is_taken_when_generation_starts(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
-    """Not of the one at the request's arrival: it may wait until new weights are in use."""
+    """Not at the request's arrival: it may wait until new weights are in use."""
     context = make_context()
     client, generate = context.client, context.client.generate
     old = client.ready

@@ -1,4 +1,4 @@
-"""/score and /rerank of apps over a small cross-encoder, and over a model that embeds."""
+"""/score and /rerank with a small cross-encoder and with an embedding model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def scores(answer: Any) -> list[float]:
     return [item["score"] for item in answer["data"]]
 
 
-def test_a_cross_encoder_reads_both_texts(scorer: TestClient) -> None:
+def test_cross_encoder_scores_the_joined_texts(scorer: TestClient) -> None:
     ids = [ask(scorer, "/tokenize", prompt=text)["tokens"] for text in (QUERY, *DOCUMENTS)]
     logits = class_logits(pooling_checkpoint("classify", 1), [ids[0] + each for each in ids[1:]])
     wanted = [1 / (1 + np.exp(-each[0])) for each in logits]
@@ -46,7 +46,7 @@ def test_a_cross_encoder_reads_both_texts(scorer: TestClient) -> None:
     assert scores(same[0]) == scores(same[1]) == scores(found)
 
 
-def test_scores_of_embeddings_are_cosines(embedder: TestClient) -> None:
+def test_embedding_scores_are_cosine_similarities(embedder: TestClient) -> None:
     units = vectors(ask(embedder, input=[QUERY, *DOCUMENTS]))
     found = scores(ask(embedder, "/score", text_1=QUERY, text_2=DOCUMENTS))
     np.testing.assert_allclose(found, units[1:] @ units[0], rtol=1e-9)
@@ -54,9 +54,7 @@ def test_scores_of_embeddings_are_cosines(embedder: TestClient) -> None:
 
 
 @pytest.mark.parametrize("kind", ["embedder", "scorer"])
-def test_reranked_documents_are_in_the_order_of_their_scores(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_rerank_orders_documents_by_score(kind: str, request: pytest.FixtureRequest) -> None:
     app = request.getfixturevalue(kind)
     each = scores(ask(app, "/score", text_1=QUERY, text_2=DOCUMENTS))
     for path in RERANK_PATHS:
@@ -89,11 +87,13 @@ def test_reranked_documents_are_in_the_order_of_their_scores(
         ),
     ],
 )
-def test_wrong_bodies(scorer: TestClient, path: str, body: dict[str, Any], param: str) -> None:
+def test_wrong_bodies_are_refused(
+    scorer: TestClient, path: str, body: dict[str, Any], param: str
+) -> None:
     assert ask(scorer, path, 400, **body)["param"] == param
 
 
-def test_models_of_several_classes_give_no_scores(api: TestClient) -> None:
+def test_multi_class_and_generative_models_give_no_scores(api: TestClient) -> None:
     with serving_model(pooling_checkpoint("classify")) as app:
         error = ask(app, "/score", 400, text_1="a", text_2="b")
         assert "this model has 3 classes" in error["message"]

@@ -25,7 +25,7 @@ def client_of(make_context: Callable[..., Any], **server: Any) -> TestClient:
     return TestClient(create_app(make_context(**server)), raise_server_exceptions=False)
 
 
-def test_the_role_of_answers(make_context: Callable[..., Any]) -> None:
+def test_response_role_is_used(make_context: Callable[..., Any]) -> None:
     with client_of(make_context, response_role="model") as client:
         answer = client.post("/v1/chat/completions", json=CHAT).json()
         assert answer["choices"][0]["message"]["role"] == "model"
@@ -36,7 +36,7 @@ def test_the_role_of_answers(make_context: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
 )
-def test_usage_of_all_streams(
+def test_force_include_usage_adds_usage_to_streams(
     make_context: Callable[..., Any], path: str, body: dict[str, Any]
 ) -> None:
     with client_of(make_context, enable_force_include_usage=True) as client:
@@ -48,16 +48,16 @@ def test_usage_of_all_streams(
         assert '"usage":{' not in client.post(path, json=body | {"stream": True}).text
 
 
-def test_tokens_as_ids_where_requests_do_not_say_it(make_context: Callable[..., Any]) -> None:
+def test_token_id_setting_is_the_default_of_requests(make_context: Callable[..., Any]) -> None:
     with client_of(make_context, return_tokens_as_token_ids=True) as client:
-        for says, is_id in ((None, True), (True, True), (False, False)):
-            body = TEXT | {"logprobs": 0, "return_tokens_as_token_ids": says}
+        for requested, is_id in ((None, True), (True, True), (False, False)):
+            body = TEXT | {"logprobs": 0, "return_tokens_as_token_ids": requested}
             answer = client.post("/v1/completions", json=body).json()
             for token in answer["choices"][0]["logprobs"]["tokens"]:
                 assert token.startswith("token_id:") == is_id
 
 
-def test_tools_leave_the_prompt_where_no_call_is_wanted(make_context: Callable[..., Any]) -> None:
+def test_tools_can_be_excluded_if_tool_choice_is_none(make_context: Callable[..., Any]) -> None:
     plain = CHAT | {"return_token_ids": True}
     with_tools = plain | {"tools": [{"type": "function", "function": {"name": "f"}}]}
     for excludes in (False, True):
@@ -70,14 +70,14 @@ def test_tools_leave_the_prompt_where_no_call_is_wanted(make_context: Callable[.
         assert prompts[2] == prompts[0 if excludes else 1]
 
 
-def test_a_server_that_does_not_describe_itself(make_context: Callable[..., Any]) -> None:
+def test_docs_can_be_disabled(make_context: Callable[..., Any]) -> None:
     with client_of(make_context, disable_fastapi_docs=True) as client:
         assert [client.get(path).status_code for path in ("/docs", "/openapi.json")] == [404, 404]
         assert client.get("/health").status_code == 200
 
 
-def test_paths_behind_a_proxy(make_context: Callable[..., Any]) -> None:
-    """uvicorn puts the root path before the path that came."""
+def test_root_path_of_a_proxy_is_accepted(make_context: Callable[..., Any]) -> None:
+    """uvicorn puts the root path before the path of the request."""
     app = create_app(make_context())
     with TestClient(app, root_path="/quire") as client:
         assert client.get("/quire/v1/models").status_code == 200
@@ -86,12 +86,12 @@ def test_paths_behind_a_proxy(make_context: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("path", ["quire", "/quire/", "/"])
-def test_root_paths_that_are_none(path: str) -> None:
+def test_bad_root_paths_are_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="root_path"):
         ServerConfig(root_path=path)
 
 
-def test_origins_as_json() -> None:
+def test_allowed_origins_may_be_json() -> None:
     assert ServerConfig(allowed_origins=('["https://a", "*"]',)).allowed_origins == (
         "https://a",
         "*",
@@ -102,7 +102,7 @@ def test_origins_as_json() -> None:
             ServerConfig(allowed_origins=(wrong,))
 
 
-def test_a_unix_socket_replaces_one_that_nobody_listens_on(tmp_path: Path) -> None:
+def test_bind_unix_replaces_only_stale_sockets(tmp_path: Path) -> None:
     path = tmp_path / "api"
     first = bind_unix(path)
     first.listen()
@@ -120,7 +120,7 @@ def test_a_unix_socket_replaces_one_that_nobody_listens_on(tmp_path: Path) -> No
         bind_unix(tmp_path / ("x" * 200))
 
 
-def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert keys_of_environment() == {}
@@ -130,12 +130,12 @@ def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keys_of_environment() == {"api_key": ("ours",)}
 
 
-def test_names_of_dtypes() -> None:
+def test_dtype_aliases_are_resolved() -> None:
     assert config_from_flat(dtype="half").model.dtype == "float16"
     assert config_from_flat(dtype="float").model.dtype == "float32"
 
 
-def test_sampling_defaults_in_place_of_the_models() -> None:
+def test_override_generation_config_replaces_the_models_defaults() -> None:
     override = {"temperature": 0.25, "eos_token_id": [7, 8], "top_k": 3}
     for generation_config in ("auto", "none"):
         config = config_from_flat(
@@ -146,18 +146,18 @@ def test_sampling_defaults_in_place_of_the_models() -> None:
         assert set(defaults.eos_token_ids) >= {7, 8}
 
 
-def test_variables_of_the_template_that_requests_do_not_set() -> None:
+def test_default_template_variables_yield_to_the_request() -> None:
     template = "{{ who | default('nobody') }} {{ mood | default('calm') }}"
     config = ModelConfig(chat_template=template, default_chat_template_kwargs='{"who": "you"}')
     renderer = build_text_side(config, resolve_model("demo")).renderer
     messages = [{"role": "user", "content": "Hi"}]
     assert renderer.chat_text(messages) == "you calm"
-    asked = ChatOptions(template_kwargs={"who": "me", "mood": "glad"})
-    assert renderer.chat_text(messages, asked) == "me glad"
+    overrides = ChatOptions(template_kwargs={"who": "me", "mood": "glad"})
+    assert renderer.chat_text(messages, overrides) == "me glad"
 
 
 @pytest.mark.parametrize("name", ["override_generation_config", "default_chat_template_kwargs"])
-def test_json_that_is_none(name: str) -> None:
+def test_bad_json_settings_are_refused(name: str) -> None:
     for wrong in ("{", "[1]", "5"):
         with pytest.raises(ConfigError, match=name):
             config_from_flat(**{name: wrong})

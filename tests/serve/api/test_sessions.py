@@ -1,5 +1,5 @@
-"""Sessions through HTTP: retained requests are forked, continued, rewound and released; errors;
-ownership. Requests with the same tokens get the same answers."""
+"""Sessions over HTTP: retained requests are forked, continued, rewound and released; errors;
+ownership. A fresh request with the same tokens gives the same result."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ SAMPLED = {"temperature": 1.0, "seed": 5, "ignore_eos": True, "return_token_ids"
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(api_context: ApiContext) -> Iterator[None]:
+def release_and_check_memory(api_context: ApiContext) -> Iterator[None]:
     yield
     core = api_context.client.engine.client.core  # type: ignore[attr-defined]
     for held in core.held():
@@ -34,22 +34,22 @@ def post(api: TestClient, path: str, status: int = 200, **body: Any) -> Any:
     return answer.json()
 
 
-def kept(api: TestClient, **more: Any) -> tuple[str, list[int]]:
-    """A held request: its id, and its tokens as its client knows them."""
+def retained(api: TestClient, **more: Any) -> tuple[str, list[int]]:
+    """Make a retained request; return its id and the tokens that its client knows."""
     body = SAMPLED | {"prompt": PROMPT, "max_tokens": 20, "keep_s": 60} | more
     answer = post(api, "/v1/completions", **body)
     choice = answer["choices"][0]
     return answer["id"], choice["prompt_token_ids"] + choice["token_ids"]
 
 
-def anew(api: TestClient, token_ids: list[int], **more: Any) -> list[list[int]]:
-    """What a request with these tokens gets."""
+def fresh(api: TestClient, token_ids: list[int], **more: Any) -> list[list[int]]:
+    """Return the token ids that a fresh request with these tokens gets."""
     answer = post(api, "/v1/completions", prompt=token_ids, **(SAMPLED | more))
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-def test_what_is_kept_has_the_tokens_that_its_client_knows(api: TestClient) -> None:
-    name, tokens = kept(api)
+def test_retained_request_has_the_tokens_its_client_knows(api: TestClient) -> None:
+    name, tokens = retained(api)
     found = api.get(f"/v1/requests/{name}/tokens").json()
     assert found["token_ids"] == tokens and found["status"] == "held"
     assert found["num_tokens"] == len(tokens) and 0 < found["expires_in_s"] <= 60
@@ -61,10 +61,10 @@ def test_what_is_kept_has_the_tokens_that_its_client_knows(api: TestClient) -> N
 
 
 @pytest.mark.parametrize("at", [None, 1, 16, 20, -1])
-def test_a_fork_gets_what_a_request_with_its_tokens_gets(api: TestClient, at: int | None) -> None:
-    name, tokens = kept(api)
+def test_fork_matches_a_fresh_request_with_its_tokens(api: TestClient, at: int | None) -> None:
+    name, tokens = retained(api)
     at = len(tokens) - 1 if at == -1 else at
-    expected = anew(api, tokens[:at], n=3, max_tokens=12, seed=7)
+    expected = fresh(api, tokens[:at], n=3, max_tokens=12, seed=7)
     body = SAMPLED | {"seed": 7, "n": 3, "max_tokens": 12}
     body |= {} if at is None else {"at_token": at}
     answer = post(api, f"/v1/requests/{name}/fork", **body)
@@ -74,22 +74,22 @@ def test_a_fork_gets_what_a_request_with_its_tokens_gets(api: TestClient, at: in
     assert answer["object"] == "text_completion"
     assert answer["usage"]["prompt_tokens"] == at
     details = answer["usage"]["prompt_tokens_details"]
-    assert details["cached_tokens"] == at - 1, "all but the last are shared, to the token"
+    assert details["cached_tokens"] == at - 1, "all tokens but the last are shared"
     assert answer["choices"][0]["prompt_token_ids"] == tokens[:at]
 
 
-def test_a_fork_that_is_kept_is_forked_again(api: TestClient) -> None:
-    name, tokens = kept(api)
+def test_retained_fork_can_be_forked_again(api: TestClient) -> None:
+    name, tokens = retained(api)
     one = post(api, f"/v1/requests/{name}/fork", **SAMPLED, n=2, max_tokens=5, keep_s=60)
     branch = tokens + one["choices"][1]["token_ids"]
     again = post(api, f"/v1/requests/{one['id']}/fork", **SAMPLED, index=1, max_tokens=8)
-    assert again["choices"][0]["token_ids"] == anew(api, branch, max_tokens=8)[0]
+    assert again["choices"][0]["token_ids"] == fresh(api, branch, max_tokens=8)[0]
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == len(branch) - 1
 
 
-def test_a_fork_is_streamed(api: TestClient) -> None:
-    name, tokens = kept(api)
-    [expected] = anew(api, tokens, max_tokens=6)
+def test_fork_can_be_streamed(api: TestClient) -> None:
+    name, tokens = retained(api)
+    [expected] = fresh(api, tokens, max_tokens=6)
     body = SAMPLED | {"max_tokens": 6, "stream": True}
     with api.stream("POST", f"/v1/requests/{name}/fork", json=body) as answer:
         lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
@@ -100,44 +100,46 @@ def test_a_fork_is_streamed(api: TestClient) -> None:
 
 
 @pytest.mark.parametrize("given", ["prompt", "token_ids"])
-def test_input_is_put_behind(api: TestClient, given: str, api_context: ApiContext) -> None:
-    name, tokens = kept(api)
+def test_append_continues_with_the_new_input(
+    api: TestClient, given: str, api_context: ApiContext
+) -> None:
+    name, tokens = retained(api)
     tokenizer = api_context.renderer.tokenizer
     assert tokenizer is not None
     added = tokenizer.encode(" The bear said", False)
-    [expected] = anew(api, tokens + added, max_tokens=6)
+    [expected] = fresh(api, tokens + added, max_tokens=6)
     more = {"prompt": " The bear said", "token_ids": added}
     answer = post(
         api, f"/v1/requests/{name}/append", **SAMPLED, max_tokens=6, **{given: more[given]}
     )
     assert answer["choices"][0]["token_ids"] == expected
-    assert api.get(f"/v1/requests/{name}/tokens").status_code == 404, "the answer took its place"
+    assert api.get(f"/v1/requests/{name}/tokens").status_code == 404, "the new request replaced it"
     found = api.get(f"/v1/requests/{answer['id']}/tokens").json()
-    assert found["token_ids"] == tokens + added + expected, "kept as long as what it goes on from"
+    assert found["token_ids"] == tokens + added + expected, "retained like its source"
 
 
-def test_the_source_may_stay(api: TestClient) -> None:
-    name, tokens = kept(api)
+def test_keep_source_retains_the_source(api: TestClient) -> None:
+    name, tokens = retained(api)
     post(api, f"/v1/requests/{name}/append", prompt=" and", max_tokens=2, keep_source=True)
     assert api.get(f"/v1/requests/{name}/tokens").json()["token_ids"] == tokens
 
 
-def test_rewinding_and_going_on_is_editing(api: TestClient) -> None:
-    name, tokens = kept(api)
-    for num in (3, len(tokens) - 10):  # also of the prompt
+def test_append_after_rewind_matches_the_edited_tokens(api: TestClient) -> None:
+    name, tokens = retained(api)
+    for num in (3, len(tokens) - 10):  # the second cuts the prompt, too
         found = post(api, f"/v1/requests/{name}/rewind", num_tokens=num)
         tokens = tokens[:-num]
         assert found["num_tokens"] == len(tokens)
-    [expected] = anew(api, [*tokens, 40, 41], max_tokens=6)
+    [expected] = fresh(api, [*tokens, 40, 41], max_tokens=6)
     answer = post(api, f"/v1/requests/{name}/append", **SAMPLED, token_ids=[40, 41], max_tokens=6)
     assert answer["choices"][0]["token_ids"] == expected
 
 
-def test_messages_are_put_behind_the_answer_of_a_chat(
+def test_appended_messages_keep_the_sampled_tokens(
     api: TestClient, api_context: ApiContext
 ) -> None:
-    """Nothing that is held is tokenised again: the tokens are those that were sampled, and behind
-    them what the template writes."""
+    """Retained tokens are not tokenised again. The template's text for the new messages follows
+    them."""
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     body = {"temperature": 0, "max_tokens": 40, "keep_s": 60, "return_token_ids": True}
     first = post(api, "/v1/chat/completions", messages=messages, **body)
@@ -152,18 +154,20 @@ def test_messages_are_put_behind_the_answer_of_a_chat(
     assert whole[: len(held)] == held
     answered = {"role": "assistant", "content": choice["message"]["content"]}
     rendered = api_context.renderer.render_prompt([*messages, answered, *more])
-    assert whole == rendered, "the demo's template writes an answer as it was"
+    assert whole == rendered, "the demo's template renders a response unchanged"
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == len(held) - 1
 
 
-def test_a_running_request_is_forked(api: TestClient, api_context: ApiContext) -> None:
+def test_running_request_can_be_forked_but_not_changed(
+    api: TestClient, api_context: ApiContext
+) -> None:
     client: Any = api_context.client
     client.hold(after_steps=8)
     ids: list[str] = []
     whole: list[Any] = []
 
     def run() -> None:
-        whole.append(kept(api, max_tokens=30, seed=9))
+        whole.append(retained(api, max_tokens=30, seed=9))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -182,30 +186,30 @@ def test_a_running_request_is_forked(api: TestClient, api_context: ApiContext) -
     answer = post(api, f"/v1/requests/{ids[0]}/fork", **SAMPLED, at_token=len(tokens), max_tokens=6)
     thread.join()
     assert whole[0][1][: len(tokens)] == tokens
-    assert answer["choices"][0]["token_ids"] == anew(api, tokens, max_tokens=6)[0]
+    assert answer["choices"][0]["token_ids"] == fresh(api, tokens, max_tokens=6)[0]
 
 
-def test_letting_go(api: TestClient) -> None:
-    name, _ = kept(api)
+def test_deleted_request_is_not_found(api: TestClient) -> None:
+    name, _ = retained(api)
     assert api.delete(f"/v1/requests/{name}").json()["deleted"] is True
     for answer in (api.delete(f"/v1/requests/{name}"), api.get(f"/v1/requests/{name}/tokens")):
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
     assert api.get("/v1/requests").json()["data"] == []
 
 
-def test_keeping_longer(api: TestClient) -> None:
-    name, _ = kept(api)
+def test_keep_extends_the_retention(api: TestClient) -> None:
+    name, _ = retained(api)
     found = post(api, f"/v1/requests/{name}/keep", keep_s=3000)
     assert 2990 < found["expires_in_s"] <= 3000
     post(api, f"/v1/requests/{name}/keep", 400, keep_s=0)
 
 
-def test_what_was_not_kept_is_not_found(api: TestClient) -> None:
+def test_unretained_requests_are_not_found(api: TestClient) -> None:
     for body in ({"keep_s": 0}, {}):
         answer = post(api, "/v1/completions", prompt=PROMPT, max_tokens=2, **body)
         error = post(api, f"/v1/requests/{answer['id']}/fork", 404)["error"]
         assert error["code"] == "not_found" and "keep_s" in error["message"]
-    name, _ = kept(api)
+    name, _ = retained(api)
     assert post(api, f"/v1/requests/{name}/fork", 404, index=1)["error"]["code"] == "not_found"
 
 
@@ -229,24 +233,24 @@ def test_what_was_not_kept_is_not_found(api: TestClient) -> None:
         ("rewind", {}, "num_tokens"),
     ],
 )
-def test_errors_name_what_is_wrong(
+def test_errors_name_the_wrong_field(
     api: TestClient, path: str, body: dict[str, Any], param: str
 ) -> None:
-    name, tokens = kept(api)
+    name, tokens = retained(api)
     error = post(api, f"/v1/requests/{name}/{path}", 400, **body)["error"]
     assert error["param"] == param, error
     assert api.get(f"/v1/requests/{name}/tokens").json()["token_ids"] == tokens
 
 
-def test_several_prompts_are_not_kept(api: TestClient) -> None:
+def test_keep_s_needs_a_single_prompt_and_output(api: TestClient) -> None:
     body = {"prompt": [PROMPT, PROMPT], "keep_s": 5}
     assert post(api, "/v1/completions", 400, **body)["error"]["param"] == "keep_s"
     body = {"prompt": PROMPT, "keep_s": 5, "max_tokens": 0}
     assert post(api, "/v1/completions", 400, **body)["error"]["param"] == "keep_s"
 
 
-def test_a_stop_string_ends_what_is_held(api: TestClient, api_context: ApiContext) -> None:
-    """Not where the engine has come to meanwhile."""
+def test_retained_tokens_end_at_the_stop_string(api: TestClient, api_context: ApiContext) -> None:
+    """Not at the last token that the engine sampled."""
     answer = post(
         api, "/v1/completions", prompt=PROMPT, stop=["e"], max_tokens=60, keep_s=60,
         temperature=0, return_token_ids=True,
@@ -257,7 +261,9 @@ def test_a_stop_string_ends_what_is_held(api: TestClient, api_context: ApiContex
     assert held == choice["prompt_token_ids"] + choice["token_ids"]
 
 
-def test_others_requests_are_not_found(make_context: MakeContext, api_context: ApiContext) -> None:
+def test_requests_of_other_keys_are_not_found(
+    make_context: MakeContext, api_context: ApiContext
+) -> None:
     context = make_context(api_key=("a", "b"))
     with TestClient(create_app(context), raise_server_exceptions=False) as client:
         mine, others = ({"Authorization": f"Bearer {key}"} for key in "ab")
@@ -277,7 +283,9 @@ def test_others_requests_are_not_found(make_context: MakeContext, api_context: A
             assert client.delete(url, headers=headers).status_code == status
 
 
-def test_a_key_has_its_share(make_context: MakeContext, api_context: ApiContext) -> None:
+def test_retained_requests_are_limited_per_key(
+    make_context: MakeContext, api_context: ApiContext
+) -> None:
     context = make_context(api_key=("a", "b"), pin_share=0.002)  # two sequences
     with TestClient(create_app(context), raise_server_exceptions=False) as client:
         body = {"prompt": PROMPT, "max_tokens": 1, "keep_s": 60}

@@ -28,7 +28,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8}
 
 @pytest.fixture(scope="module")
 def shared(make_context: MakeContext) -> Iterator[TestClient]:
-    """One app for the tests that change nothing about it."""
+    """An app shared by the tests that do not change it."""
     with TestClient(create_app(make_context()), raise_server_exceptions=False) as client:
         yield client
 
@@ -61,7 +61,7 @@ def error_of(response: Response, status: int = 400) -> dict[str, Any]:
 # ---- responses -------------------------------------------------------------------------------
 
 
-def test_a_text_is_continued(shared: TestClient) -> None:
+def test_generate_matches_the_engine(shared: TestClient) -> None:
     expected = direct(STORY, max_tokens=8)
     found = generated(shared, text=STORY)
     assert found["text"] == expected.outputs[0].text
@@ -74,7 +74,7 @@ def test_a_text_is_continued(shared: TestClient) -> None:
     assert by_ids["output_ids"] == found["output_ids"]
 
 
-def test_several_prompts_and_continuations_are_a_list_in_order(shared: TestClient) -> None:
+def test_several_prompts_and_choices_are_an_ordered_list(shared: TestClient) -> None:
     texts = [STORY, "Hello", "Who are"]
     found = generated(shared, text=texts)
     assert [each["text"] for each in found] == [
@@ -87,12 +87,12 @@ def test_several_prompts_and_continuations_are_a_list_in_order(shared: TestClien
     seeded = {"n": 3, "temperature": 1.0, "sampling_seed": 1, "min_new_tokens": 8}
     found = generated(shared, seeded, text=texts[:2])
     assert all(each["meta_info"]["completion_tokens"] == 8 for each in found)
-    ids = [each["meta_info"]["id"] for each in found]  # of the requests, which can be aborted
+    ids = [each["meta_info"]["id"] for each in found]  # request ids, which clients can abort
     assert [each.rpartition("-")[2] for each in ids] == ["0"] * 3 + ["1"] * 3
     assert len(generated(shared, seeded, text=texts[:2])) == 6
 
 
-def test_a_stream_has_the_prompts_log_probabilities_at_its_ends(shared: TestClient) -> None:
+def test_first_and_last_events_have_the_prompt_logprobs(shared: TestClient) -> None:
     fields = {"text": STORY, "return_logprob": True, "logprob_start_len": 0}
     sampling = {"max_new_tokens": 40, "min_new_tokens": 40, "stream_interval": 4}
     expected = generated(shared, **fields)["meta_info"]["input_token_logprobs"]
@@ -113,7 +113,7 @@ def test_a_stream_has_the_prompts_log_probabilities_at_its_ends(shared: TestClie
         ({"n": 2, "temperature": 1.0, "sampling_seed": 5}, {"text": [STORY, "Hello"]}),
     ],
 )
-def test_a_stream_repeats_the_text_from_its_beginning(
+def test_stream_events_repeat_the_text_from_the_start(
     shared: TestClient, sampling: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     whole = generated(shared, sampling, **{"text": STORY} | fields)
@@ -134,7 +134,7 @@ def test_a_stream_repeats_the_text_from_its_beginning(
         assert last[index] == each
 
 
-def test_the_end_has_a_reason(shared: TestClient) -> None:
+def test_finish_reason_names_the_matched_stop(shared: TestClient) -> None:
     end = generated(shared, {"stop": " a"}, text=STORY)["meta_info"]["finish_reason"]
     assert end == {"type": "stop", "matched": " a"}
     ids = direct(STORY, max_tokens=3).outputs[0].token_ids
@@ -148,7 +148,7 @@ def test_the_end_has_a_reason(shared: TestClient) -> None:
     )
 
 
-def test_log_probabilities_of_output_and_prompt(shared: TestClient) -> None:
+def test_logprobs_cover_output_and_prompt(shared: TestClient) -> None:
     names = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
     found = generated(shared, text=STORY, logprob_start_len=0, **names)
     meta = found["meta_info"]
@@ -178,7 +178,9 @@ def test_log_probabilities_of_output_and_prompt(shared: TestClient) -> None:
         ({"json_schema": {"const": 5}}, "5"),
     ],
 )
-def test_a_constraint_holds(shared: TestClient, constraint: dict[str, Any], pattern: str) -> None:
+def test_output_matches_the_constraint(
+    shared: TestClient, constraint: dict[str, Any], pattern: str
+) -> None:
     assert re.fullmatch(pattern, generated(shared, constraint, text=STORY)["text"])
 
 
@@ -190,7 +192,7 @@ def request_of(api: TestClient, context: Any, sampling: Any = None, **fields: An
     return context.client.requests[-1]
 
 
-def test_the_default_length_is_what_fits_of_128(api: TestClient, api_context: Any) -> None:
+def test_default_length_is_128_or_what_fits(api: TestClient, api_context: Any) -> None:
     response = api.post("/generate", json={"text": STORY})
     assert response.status_code == 200
     assert api_context.client.requests[-1].params.max_tokens == 128
@@ -200,7 +202,7 @@ def test_the_default_length_is_what_fits_of_128(api: TestClient, api_context: An
     assert error_of(post(api, {"max_new_tokens": 128}, input_ids=ids))["param"] == "max_new_tokens"
 
 
-def test_errors_name_fields_that_the_body_has(api: TestClient) -> None:
+def test_errors_use_the_field_names_of_the_body(api: TestClient) -> None:
     error = error_of(post(api, {"min_new_tokens": 9, "max_new_tokens": 5}, input_ids=[5]))
     assert error["param"] == "min_new_tokens"
     assert "max_new_tokens=5" in error["message"] and " max_tokens" not in error["message"]
@@ -209,7 +211,7 @@ def test_errors_name_fields_that_the_body_has(api: TestClient) -> None:
     assert "truncate_prompt_tokens" not in error["message"]
 
 
-def test_the_salt_is_made_of_both_fields(api: TestClient, api_context: Any) -> None:
+def test_cache_salt_joins_both_fields(api: TestClient, api_context: Any) -> None:
     for fields, salt in (
         ({}, ""), ({"extra_key": "k"}, "k"), ({"cache_salt": "s", "extra_key": "k"}, "sk"),
     ):  # fmt: skip
@@ -256,7 +258,9 @@ def test_a_bad_body_is_refused(shared: TestClient, body: dict[str, Any], param: 
     assert error_of(shared.post("/generate", json=body), status)["param"] == param
 
 
-def test_unknown_parameters_are_named_or_refused(shared: TestClient, strict: TestClient) -> None:
+def test_unknown_parameters_are_named_and_refused_only_in_strict_mode(
+    shared: TestClient, strict: TestClient
+) -> None:
     answer = post(shared, {"typo": 1}, text=STORY, other=2)
     assert answer.headers["x-quire-ignored-fields"] == "other, sampling_params.typo"
     assert error_of(post(strict, {"typo": 1}, text=STORY))["param"] == "sampling_params"
@@ -269,21 +273,21 @@ def test_all_translated_fields_exist() -> None:
 # ---- the server ------------------------------------------------------------------------------
 
 
-def test_the_model_may_be_called_default(shared: TestClient) -> None:
+def test_default_is_an_alias_of_the_model(shared: TestClient) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     for path, body in (("/v1/chat/completions", chat), ("/generate", {"text": STORY})):
         assert shared.post(path, json=body | {"model": "default"}).status_code == 200
         error_of(shared.post(path, json=body | {"model": "defaults"}), 404)
 
 
-def test_a_model_that_is_called_default_comes_first(make_context: MakeContext) -> None:
+def test_model_named_default_takes_precedence(make_context: MakeContext) -> None:
     app = create_app(make_context(served_model_name=("fox", "default")))
     with TestClient(app) as client:
         body = {"prompt": STORY, "max_tokens": 1, "model": "default"}
         assert client.post("/v1/completions", json=body).json()["model"] == "default"
 
 
-def test_the_server_describes_its_model_and_itself(shared: TestClient) -> None:
+def test_info_routes_describe_model_and_server(shared: TestClient) -> None:
     info = shared.get("/get_model_info").json()
     assert info == shared.get("/model_info").json()
     assert info["model_path"] == "demo" and info["is_generation"] is True
@@ -293,20 +297,22 @@ def test_the_server_describes_its_model_and_itself(shared: TestClient) -> None:
     assert about["status"] == "ready" and about["version"].startswith("quire ")
 
 
-def test_the_cache_is_flushed(api: TestClient, make_context: MakeContext) -> None:
+def test_flush_cache_empties_the_cache_for_admins_only(
+    api: TestClient, make_context: MakeContext
+) -> None:
     text = "The fox " * 40
     generated(api, text=text)
     assert generated(api, text=text)["meta_info"]["cached_tokens"] > 0
     flushed = api.post("/flush_cache")
     assert flushed.status_code == 200 and "Cache flushed" in flushed.text
     assert generated(api, text=text)["meta_info"]["cached_tokens"] == 0
-    assert api.get("/flush_cache").status_code == 405  # a web page could send it
+    assert api.get("/flush_cache").status_code == 405  # any web page could send a GET
     with TestClient(create_app(make_context(api_key=("k",)))) as locked:
         assert locked.post("/flush_cache").status_code == 401
         error_of(locked.post("/flush_cache", headers={"x-api-key": "k"}), 403)
 
 
-def test_health_is_a_generated_token(
+def test_health_generate_generates_one_token(
     api: TestClient, api_context: ApiContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client: Any = api_context.client
@@ -318,7 +324,7 @@ def test_health_is_a_generated_token(
     assert error_of(api.get("/health_generate"), 503)["code"] == "draining"
 
 
-def test_a_model_that_pools(make_context: MakeContext) -> None:
+def test_pooling_model_refuses_generate(make_context: MakeContext) -> None:
     with serving_model(pooling_checkpoint("embed"), max_model_len=64) as client:
         assert client.get("/get_model_info").json()["is_generation"] is False
         assert client.get("/get_server_info").json()["is_embedding"] is True

@@ -29,7 +29,7 @@ REQUESTS = [("/v1/completions", LONG), ("/v1/completions", MANY), ("/v1/chat/com
 
 @pytest.fixture
 def held(server_context: ApiContext) -> Iterator[FakeClient]:
-    """The server's client, for tests that stop the engine; it runs again and is empty after."""
+    """The server's client, for tests that stop the engine. Afterwards it runs, idle."""
     client = server_context.client
     yield client
     client.revive()
@@ -38,7 +38,7 @@ def held(server_context: ApiContext) -> Iterator[FakeClient]:
 
 
 def open_connection(url: str, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """Sends a request; the answer has not been read."""
+    """Send a request without reading its response."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     return connection
@@ -50,13 +50,13 @@ def hang_up(connection: http.client.HTTPConnection) -> None:
 
 
 def events(lines: Iterator[str]) -> list[Any]:
-    """What was sent, decoded; [DONE] as text."""
+    """Return the events, decoded; [DONE] stays a text."""
     data = [line.removeprefix("data: ") for line in lines if line]
     return [item if item == "[DONE]" else json.loads(item) for item in data]
 
 
-def test_streams_beside_each_other_do_not_mix(openai_client: openai.OpenAI) -> None:
-    """Twenty at once on eight rows; each says which prompt it has, by its seed and tokens."""
+def test_concurrent_streams_do_not_mix(openai_client: openai.OpenAI) -> None:
+    """Twenty streams on eight rows; seed and tokens identify each prompt."""
     prompts = [[100 + 7 * i, 200 + i, 300 + 3 * i] for i in range(20)]
     options = [{"max_tokens": 8 + i, "seed": i, "temperature": 0.8} for i in range(20)]
 
@@ -75,7 +75,7 @@ def test_streams_beside_each_other_do_not_mix(openai_client: openai.OpenAI) -> N
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_a_stream_that_is_left_ends_its_requests(
+def test_disconnect_during_a_stream_aborts_its_requests(
     server_url: str, server_context: ApiContext, held: FakeClient, path: str, body: dict[str, Any]
 ) -> None:
     aborted = held.num_aborted
@@ -93,11 +93,11 @@ def test_a_stream_that_is_left_ends_its_requests(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_a_client_that_leaves_before_the_answer_ends_its_requests(
+def test_disconnect_before_the_response_aborts_its_requests(
     server_url: str, server_context: ApiContext, held: FakeClient, path: str,
     body: dict[str, Any], stream: bool,
 ) -> None:  # fmt: skip
-    """No token has come, so that nothing was sent that could fail."""
+    """No token was generated, so no write can fail and reveal the disconnect."""
     held.hold()
     aborted = held.num_aborted
     connection = open_connection(server_url, path, body | {"stream": stream})
@@ -110,7 +110,7 @@ def test_a_client_that_leaves_before_the_answer_ends_its_requests(
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_a_stream_sends_its_headers_before_there_is_a_token(
+def test_stream_sends_headers_before_the_first_token(
     server_url: str, held: FakeClient, path: str, body: dict[str, Any]
 ) -> None:
     held.hold()
@@ -124,7 +124,7 @@ def test_a_stream_sends_its_headers_before_there_is_a_token(
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_what_fails_before_the_first_token_but_behind_the_headers_is_an_event(
+def test_failure_between_headers_and_first_token_is_an_event(
     server_url: str, held: FakeClient, path: str, body: dict[str, Any]
 ) -> None:
     held.hold()
@@ -136,7 +136,7 @@ def test_what_fails_before_the_first_token_but_behind_the_headers_is_an_event(
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_an_engine_that_dies_ends_a_stream_with_an_error(
+def test_engine_death_ends_a_stream_with_an_error(
     server_url: str, held: FakeClient, path: str, body: dict[str, Any]
 ) -> None:
     connection = open_connection(server_url, path, body | {"stream": True})
@@ -151,10 +151,9 @@ def test_an_engine_that_dies_ends_a_stream_with_an_error(
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_a_request_that_fails_in_the_middle(
+def test_failed_request_ends_its_stream_with_an_error(
     server_url: str, held: FakeClient, path: str, body: dict[str, Any]
 ) -> None:
-    """A stream that has begun ends with an event; anything else is a 400 with the message."""
     connection = open_connection(server_url, path, body | {"stream": True})
     answer = connection.getresponse()
     answer.readline()
@@ -166,7 +165,7 @@ def test_a_request_that_fails_in_the_middle(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_a_request_that_fails_before_its_first_token(
+def test_request_failure_before_the_first_token_is_a_400(
     server_url: str, held: FakeClient, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     held.hold()
@@ -193,7 +192,9 @@ def test_a_dead_engine_is_a_503(
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_the_bytes_of_a_stream(api: TestClient, path: str, body: dict[str, Any]) -> None:
+def test_stream_has_sse_headers_and_framing(
+    api: TestClient, path: str, body: dict[str, Any]
+) -> None:
     answer = api.post(path, json=body | {"stream": True, "max_tokens": 5})
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -204,7 +205,7 @@ def test_the_bytes_of_a_stream(api: TestClient, path: str, body: dict[str, Any])
     assert all(part.startswith("data: ") and "\n" not in part for part in parts[:-1])
 
 
-def test_requests_are_counted_while_they_are_answered(
+def test_open_requests_are_counted_until_the_response_ends(
     server_url: str, server_context: ApiContext, held: FakeClient
 ) -> None:
     held.hold()
@@ -215,8 +216,8 @@ def test_requests_are_counted_while_they_are_answered(
     wait_until(lambda: server_context.num_open == 0)
 
 
-def test_a_silent_stream_is_kept_alive(make_context: MakeContext) -> None:
-    """Comments come while no step is taken, and change nothing for readers of events."""
+def test_silent_stream_sends_keep_alive_comments(make_context: MakeContext) -> None:
+    """Comments are sent while the engine takes no step; event readers ignore them."""
     context = make_context(sse_keep_alive_interval=0.02)
     client = context.client = FakeClient(small_engine())
     body = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "stream": True}

@@ -1,4 +1,4 @@
-"""/v1/stream in this process: prompts in pieces, what is refused, and how it ends.
+"""/v1/stream in this process: prompts in pieces, refused messages, and the ends of requests.
 
 Covers `serve/native/open_request.py`.
 """
@@ -24,16 +24,16 @@ STORY = "Once upon a time, there was a little fox. It lived in the woods, and on
 
 
 @pytest.fixture
-def line(api: TestClient) -> Iterator[WebSocketTestSession]:
+def ws(api: TestClient) -> Iterator[WebSocketTestSession]:
     with api.websocket_connect(PATH) as found:
         yield found
 
 
-def answer(line: WebSocketTestSession) -> list[Any]:
-    """What comes until a request has ended, `started` included."""
-    found = [line.receive_json()]
+def receive_all(ws: WebSocketTestSession) -> list[Any]:
+    """Return all messages until a request has ended, including `started`."""
+    found = [ws.receive_json()]
     while found[-1]["type"] not in ("done", "error"):
-        found.append(line.receive_json())
+        found.append(ws.receive_json())
     return found
 
 
@@ -44,64 +44,63 @@ def text(messages: list[Any]) -> str:
     return "".join(chunk["text"] for chunk in chunks)
 
 
-def error_of(line: WebSocketTestSession) -> Any:
-    *_, last = answer(line)
+def error_of(ws: WebSocketTestSession) -> Any:
+    *_, last = receive_all(ws)
     return last["error"]
 
 
-def send_pieces(line: WebSocketTestSession, pieces: list[Any], **fields: Any) -> None:
-    line.send_json(START | fields)
+def send_pieces(ws: WebSocketTestSession, pieces: list[Any], **fields: Any) -> None:
+    ws.send_json(START | fields)
     for piece in pieces:
-        line.send_json({"type": "append", "prompt": piece})
-    line.send_json({"type": "end"})
+        ws.send_json({"type": "append", "prompt": piece})
+    ws.send_json({"type": "end"})
 
 
-# ---- answers -----------------------------------------------------------------------------------
+# ---- responses ---------------------------------------------------------------------------------
 
 
-def test_pieces_of_text_give_what_the_whole_text_gives(line: WebSocketTestSession) -> None:
+def test_text_in_pieces_gives_the_output_of_the_whole_text(ws: WebSocketTestSession) -> None:
     """Six requests on one connection, cut at random."""
     rng, expected = random.Random(3), text_of(STORY, max_tokens=12, ignore_eos=True)
     for _ in range(6):
         cuts = sorted({0, len(STORY), *rng.choices(range(len(STORY)), k=rng.randint(0, 9))})
         pieces = [STORY[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-        send_pieces(line, pieces)
-        assert text(answer(line)) == expected
+        send_pieces(ws, pieces)
+        assert text(receive_all(ws)) == expected
 
 
-def test_pieces_of_tokens_and_of_text(line: WebSocketTestSession) -> None:
+def test_token_and_text_pieces_can_be_mixed(ws: WebSocketTestSession) -> None:
     encode = twin().renderer.tokenizer.encode
     expected = text_of(STORY, max_tokens=12, ignore_eos=True)
     token_ids = encode(STORY)
-    send_pieces(line, [token_ids[:5], token_ids[5:6], token_ids[6:]])
-    assert text(answer(line)) == expected
+    send_pieces(ws, [token_ids[:5], token_ids[5:6], token_ids[6:]])
+    assert text(receive_all(ws)) == expected
     half = STORY.index(" It lived")
-    send_pieces(line, [STORY[:half], encode(STORY[half:])])
-    assert text(answer(line)) == expected
-    send_pieces(line, [encode(STORY[:half]), STORY[half:]])
-    assert text(answer(line)) == expected
+    send_pieces(ws, [STORY[:half], encode(STORY[half:])])
+    assert text(receive_all(ws)) == expected
+    send_pieces(ws, [encode(STORY[:half]), STORY[half:]])
+    assert text(receive_all(ws)) == expected
 
 
-def test_a_prompt_in_one_piece(api: TestClient, line: WebSocketTestSession) -> None:
+def test_single_piece_prompt_matches_completions(api: TestClient, ws: WebSocketTestSession) -> None:
     body = GREEDY | {"prompt": STORY, "seed": 5, "temperature": 0.9, "logprobs": 2}
     whole = api.post("/v1/completions", json=body).json()
     for pieces in ([{"type": "start", **body, "last": True}], [{"type": "start", **body},
                    {"type": "append", "last": True}]):  # fmt: skip
         for message in pieces:
-            line.send_json(message)
-        messages = answer(line)
+            ws.send_json(message)
+        messages = receive_all(ws)
         assert text(messages) == whole["choices"][0]["text"]
         assert messages[-2]["usage"] == whole["usage"] | {
             "prompt_tokens_details": messages[-2]["usage"]["prompt_tokens_details"]
         }
 
 
-def test_the_messages(line: WebSocketTestSession) -> None:
-    """Chunks are those of streamed completions; the last one has the usage of all pieces."""
+def test_chunks_have_the_completions_format_and_total_usage(ws: WebSocketTestSession) -> None:
     token_ids = list(range(100, 140))
-    line.send_json(START | {"prompt": token_ids[:30], "return_token_ids": True, "max_tokens": 3})
-    line.send_json({"type": "append", "prompt": token_ids[30:], "last": True})
-    started, first, *middle, usage, done = answer(line)
+    ws.send_json(START | {"prompt": token_ids[:30], "return_token_ids": True, "max_tokens": 3})
+    ws.send_json({"type": "append", "prompt": token_ids[30:], "last": True})
+    started, first, *middle, usage, done = receive_all(ws)
     assert started == {"type": "started", "id": first["id"], "model": "demo"}
     assert done == {"type": "done", "id": first["id"]}
     assert first["object"] == "text_completion" and first["id"].startswith("cmpl-")
@@ -113,29 +112,29 @@ def test_the_messages(line: WebSocketTestSession) -> None:
     assert usage["usage"]["completion_tokens"] == 3
 
 
-def test_without_max_tokens_the_answer_may_fill_the_model(line: WebSocketTestSession) -> None:
-    line.send_json({"type": "start", "ignore_eos": True, "prompt": [5] * 480})
-    line.send_json({"type": "append", "prompt": [6] * 10})
-    line.send_json({"type": "end"})
-    *_, usage, _ = answer(line)
+def test_default_max_tokens_fills_the_context(ws: WebSocketTestSession) -> None:
+    ws.send_json({"type": "start", "ignore_eos": True, "prompt": [5] * 480})
+    ws.send_json({"type": "append", "prompt": [6] * 10})
+    ws.send_json({"type": "end"})
+    *_, usage, _ = receive_all(ws)
     assert usage["usage"]["completion_tokens"] == 512 - 490
 
 
-def test_pieces_are_computed_before_the_end(
-    api_context: ApiContext, line: WebSocketTestSession
+def test_pieces_are_computed_before_the_prompt_ends(
+    api_context: ApiContext, ws: WebSocketTestSession
 ) -> None:
-    """All but what is held back and one token."""
-    line.send_json(START | {"prompt": STORY})
-    line.receive_json()
+    """All but the last token and the text that the tokenizer still withholds."""
+    ws.send_json(START | {"prompt": STORY})
+    ws.receive_json()
     scheduler = api_context.client.engine.client.core.scheduler
     num_known = len(twin().renderer.tokenizer.encode(STORY.rpartition(" ")[0]))
     wait_until(lambda: [s.num_computed_tokens for s in scheduler.lifecycle.sequences.values()]
                == [num_known - 1])  # fmt: skip
-    line.send_json({"type": "end"})
-    assert answer(line)[-1]["type"] == "done"
+    ws.send_json({"type": "end"})
+    assert receive_all(ws)[-1]["type"] == "done"
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- refused messages --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,24 +171,24 @@ def test_pieces_are_computed_before_the_end(
         ({"\ud800": 1}, None),
     ],
 )
-def test_a_start_that_is_wrong(
-    api_context: ApiContext, line: WebSocketTestSession, fields: dict[str, Any], param: str | None
+def test_wrong_start_is_an_error_and_keeps_the_connection(
+    api_context: ApiContext, ws: WebSocketTestSession, fields: dict[str, Any], param: str | None
 ) -> None:
-    """An error, and the connection goes on; what was sent behind it is dropped."""
-    line.send_text(as_json(START | fields))
+    """Messages that follow the wrong start are dropped until the next start."""
+    ws.send_text(as_json(START | fields))
     for _ in range(3):
-        line.send_json({"type": "append", "prompt": "more"})
-    line.send_json({"type": "end"})
-    error = error_of(line)
+        ws.send_json({"type": "append", "prompt": "more"})
+    ws.send_json({"type": "end"})
+    error = error_of(ws)
     assert error["param"] == param or param is None
     assert error["type"] == "invalid_request_error" and error["message"]
-    send_pieces(line, [STORY])
-    assert answer(line)[-1]["type"] == "done"
+    send_pieces(ws, [STORY])
+    assert receive_all(ws)[-1]["type"] == "done"
     wait_until(lambda: api_context.num_open == 0)
 
 
 def as_json(value: Any) -> str:
-    """With escapes, so that halves of surrogate pairs can be sent."""
+    """Serialize with escapes, so that lone surrogates can be sent."""
     import json
 
     return json.dumps(value)
@@ -207,28 +206,28 @@ def as_json(value: Any) -> str:
         ({"prompt": "a \ud800 b"}, "Unicode"),
     ],
 )
-def test_a_piece_that_is_wrong_ends_the_request(
-    api_context: ApiContext, line: WebSocketTestSession, piece: dict[str, Any], part: str
+def test_wrong_piece_ends_the_request(
+    api_context: ApiContext, ws: WebSocketTestSession, piece: dict[str, Any], part: str
 ) -> None:
-    line.send_json(START | {"prompt": [5] * 100, "max_tokens": 200})
-    assert line.receive_json()["type"] == "started"
-    line.send_text(as_json({"type": "append", **piece}))
-    assert part in error_of(line)["message"]
+    ws.send_json(START | {"prompt": [5] * 100, "max_tokens": 200})
+    assert ws.receive_json()["type"] == "started"
+    ws.send_text(as_json({"type": "append", **piece}))
+    assert part in error_of(ws)["message"]
     wait_until(lambda: api_context.client.num_unfinished == 0)
-    line.send_json({"type": "append", "prompt": "dropped"})
-    send_pieces(line, [STORY])
-    assert answer(line)[-1]["type"] == "done"
+    ws.send_json({"type": "append", "prompt": "dropped"})
+    send_pieces(ws, [STORY])
+    assert receive_all(ws)[-1]["type"] == "done"
 
 
-def test_pieces_without_a_prompt(line: WebSocketTestSession) -> None:
-    line.send_json({"type": "end"})
-    assert line.receive_json()["error"]["code"] == "not_open"
-    send_pieces(line, [])
-    assert "empty" in error_of(line)["message"]
-    send_pieces(line, ["", STORY, ""])
-    assert answer(line)[-1]["type"] == "done"
-    line.send_json({"type": "append", "prompt": "x"})
-    assert line.receive_json()["error"]["code"] == "not_open"
+def test_pieces_need_an_open_and_nonempty_prompt(ws: WebSocketTestSession) -> None:
+    ws.send_json({"type": "end"})
+    assert ws.receive_json()["error"]["code"] == "not_open"
+    send_pieces(ws, [])
+    assert "empty" in error_of(ws)["message"]
+    send_pieces(ws, ["", STORY, ""])
+    assert receive_all(ws)[-1]["type"] == "done"
+    ws.send_json({"type": "append", "prompt": "x"})
+    assert ws.receive_json()["error"]["code"] == "not_open"
 
 
 @pytest.mark.parametrize(
@@ -249,40 +248,42 @@ def test_pieces_without_a_prompt(line: WebSocketTestSession) -> None:
     ],
 )
 @pytest.mark.parametrize("is_open", [False, True])
-def test_what_is_no_message_closes_the_connection(
-    api_context: ApiContext, line: WebSocketTestSession, data: str | bytes, code: int,
+def test_malformed_message_closes_the_connection(
+    api_context: ApiContext, ws: WebSocketTestSession, data: str | bytes, code: int,
     is_open: bool, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     if is_open:
-        line.send_json(START | {"prompt": STORY})
-        assert line.receive_json()["type"] == "started"
-    line.send_bytes(data) if isinstance(data, bytes) else line.send_text(data)
-    assert line.receive_json()["error"]["code"] == "invalid_message"
+        ws.send_json(START | {"prompt": STORY})
+        assert ws.receive_json()["type"] == "started"
+    ws.send_bytes(data) if isinstance(data, bytes) else ws.send_text(data)
+    assert ws.receive_json()["error"]["code"] == "invalid_message"
     with pytest.raises(WebSocketDisconnect) as closed:
-        line.receive_json()
+        ws.receive_json()
     assert closed.value.code == code
     wait_until(lambda: api_context.client.num_unfinished == 0 and api_context.num_open == 0)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_busy_while_a_request_is_open(api_context: ApiContext, line: WebSocketTestSession) -> None:
-    line.send_json(START | {"prompt": STORY})
-    assert line.receive_json()["type"] == "started"
-    line.send_json(START)
-    assert line.receive_json()["error"]["code"] == "busy"
+def test_connection_is_busy_until_the_response_ends(
+    api_context: ApiContext, ws: WebSocketTestSession
+) -> None:
+    ws.send_json(START | {"prompt": STORY})
+    assert ws.receive_json()["type"] == "started"
+    ws.send_json(START)
+    assert ws.receive_json()["error"]["code"] == "busy"
     api_context.client.hold()
-    line.send_json({"type": "end"})
+    ws.send_json({"type": "end"})
     for data in ('{"type": "append", "prompt": "x"}', as_json(START), "{"):
-        line.send_text(data)
-        assert line.receive_json()["error"]["code"] == "busy"
+        ws.send_text(data)
+        assert ws.receive_json()["error"]["code"] == "busy"
     api_context.client.release()
-    assert answer(line)[-1]["type"] == "done"
+    assert receive_all(ws)[-1]["type"] == "done"
 
 
-# ---- who may, and how it ends ------------------------------------------------------------------
+# ---- authorization, disconnects, failures ------------------------------------------------------
 
 
-def test_keys(make_context: MakeContext) -> None:
+def test_api_key_is_required_and_sets_the_tenant(make_context: MakeContext) -> None:
     context = make_context(api_key=("one", "two"))
     with TestClient(create_app(context)) as client:
         for headers in ({}, {"Authorization": "Bearer three"}, {"X-Key": "one"}):
@@ -294,20 +295,20 @@ def test_keys(make_context: MakeContext) -> None:
             assert refused.value.status_code == 401
             assert refused.value.json()["error"]["code"] == "invalid_api_key"
         good = {"Authorization": "Bearer two"}
-        with client.websocket_connect(PATH, headers=good) as line:
-            send_pieces(line, [STORY], user="somebody")
-            assert answer(line)[-1]["type"] == "done"
+        with client.websocket_connect(PATH, headers=good) as ws:
+            send_pieces(ws, [STORY], user="somebody")
+            assert receive_all(ws)[-1]["type"] == "done"
     assert context.client.requests[-1].tenant == "key 2"
 
 
-def test_only_keys_that_may_go_before_others(make_context: MakeContext) -> None:
-    """Refused before anything of the prompt is taken; the line stays open."""
+def test_negative_priority_needs_an_urgent_key(make_context: MakeContext) -> None:
+    """The request is refused before any of its prompt reaches the engine."""
     context = make_context(api_key=("one", "two"), urgent_api_key=("two",))
     with TestClient(create_app(context)) as client:
         for key in ("one", "two"):
-            with client.websocket_connect(PATH, headers={"Authorization": f"Bearer {key}"}) as line:
-                send_pieces(line, [STORY], priority=-1)
-                last = answer(line)[-1]
+            with client.websocket_connect(PATH, headers={"Authorization": f"Bearer {key}"}) as ws:
+                send_pieces(ws, [STORY], priority=-1)
+                last = receive_all(ws)[-1]
                 assert last["type"] == ("error" if key == "one" else "done")
                 if key == "one":
                     assert last["error"]["code"] == "priority_not_allowed"
@@ -316,7 +317,7 @@ def test_only_keys_that_may_go_before_others(make_context: MakeContext) -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "origin", "is_let_in"),
+    ("allowed", "origin", "is_accepted"),
     [
         ((), None, True),
         ((), "https://evil.example", False),
@@ -327,15 +328,15 @@ def test_only_keys_that_may_go_before_others(make_context: MakeContext) -> None:
         (("*",), "https://evil.example", True),
     ],
 )
-def test_pages_of_other_origins(
-    make_context: MakeContext, allowed: tuple[str, ...], origin: str | None, is_let_in: bool
+def test_only_allowed_origins_may_connect(
+    make_context: MakeContext, allowed: tuple[str, ...], origin: str | None, is_accepted: bool
 ) -> None:
     headers = {} if origin is None else {"Origin": origin}
     with TestClient(create_app(make_context(allowed_origins=allowed))) as client:
-        if is_let_in:
-            with client.websocket_connect(PATH, headers=headers) as line:
-                send_pieces(line, [STORY])
-                assert answer(line)[-1]["type"] == "done"
+        if is_accepted:
+            with client.websocket_connect(PATH, headers=headers) as ws:
+                send_pieces(ws, [STORY])
+                assert receive_all(ws)[-1]["type"] == "done"
             return
         with (
             pytest.raises(WebSocketDenialResponse) as refused,
@@ -346,111 +347,109 @@ def test_pages_of_other_origins(
         assert refused.value.json()["error"]["code"] == "origin_not_allowed"
 
 
-def test_a_connection_that_is_left_ends_its_request(
-    api: TestClient, api_context: ApiContext
-) -> None:
-    """While the prompt is open, and while the answer comes."""
+def test_disconnect_ends_the_request(api: TestClient, api_context: ApiContext) -> None:
+    """Both while the prompt is open and while the response is streamed."""
     client = api_context.client
     for is_last in (False, True):
-        with api.websocket_connect(PATH) as line:
-            line.send_json(START | {"prompt": STORY, "max_tokens": 400, "last": is_last})
-            assert line.receive_json()["type"] == "started"
+        with api.websocket_connect(PATH) as ws:
+            ws.send_json(START | {"prompt": STORY, "max_tokens": 400, "last": is_last})
+            assert ws.receive_json()["type"] == "started"
             wait_until(lambda: client.num_unfinished == 1)
             assert api_context.num_open == 1
             if is_last:
                 client.hold(after_steps=3)
-                assert line.receive_json()["type"] == "chunk"
-            line.close()
+                assert ws.receive_json()["type"] == "chunk"
+            ws.close()
             wait_until(lambda: client.num_unfinished == 0 and api_context.num_open == 0)
         client.release()
     assert client.num_aborted == 2
 
 
-def test_a_drain_lets_an_open_prompt_go_on(
-    api: TestClient, api_context: ApiContext, line: WebSocketTestSession
+def test_draining_server_finishes_open_prompts_and_refuses_new_ones(
+    api: TestClient, api_context: ApiContext, ws: WebSocketTestSession
 ) -> None:
-    line.send_json(START | {"prompt": "Once upon"})
-    assert line.receive_json()["type"] == "started"
+    ws.send_json(START | {"prompt": "Once upon"})
+    assert ws.receive_json()["type"] == "started"
     api_context.draining = True
     with api.websocket_connect(PATH) as other:
         other.send_json(START | {"prompt": STORY, "last": True})
         assert other.receive_json()["error"]["code"] == "draining"
         assert api_context.num_open == 1
-    line.send_json({"type": "append", "prompt": " a time", "last": True})
-    assert answer(line)[-1]["type"] == "done"
+    ws.send_json({"type": "append", "prompt": " a time", "last": True})
+    assert receive_all(ws)[-1]["type"] == "done"
     wait_until(lambda: api_context.num_open == 0)
 
 
-def test_a_prompt_that_stays_open_without_a_word(
-    api_context: ApiContext, line: WebSocketTestSession, monkeypatch: pytest.MonkeyPatch
+def test_idle_open_prompt_times_out(
+    api_context: ApiContext, ws: WebSocketTestSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.serve.native.stream.IDLE_S", 0.02)
-    line.send_json(START | {"prompt": STORY})
-    assert error_of(line)["code"] == "idle_timeout"
+    ws.send_json(START | {"prompt": STORY})
+    assert error_of(ws)["code"] == "idle_timeout"
     with pytest.raises(WebSocketDisconnect) as closed:
-        line.receive_json()
+        ws.receive_json()
     assert closed.value.code == 1008
     wait_until(lambda: api_context.client.num_unfinished == 0 and api_context.num_open == 0)
 
 
-def test_a_connection_that_is_not_used(api: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connection_times_out(api: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.serve.native.stream.REST_S", 0.02)
-    with api.websocket_connect(PATH) as line:
-        assert line.receive_json()["error"]["code"] == "idle_timeout"
+    with api.websocket_connect(PATH) as ws:
+        assert ws.receive_json()["error"]["code"] == "idle_timeout"
         with pytest.raises(WebSocketDisconnect) as closed:
-            line.receive_json()
+            ws.receive_json()
         assert closed.value.code == 1000
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_an_engine_that_fails(
-    api_context: ApiContext, line: WebSocketTestSession, is_last: bool
+def test_failures_are_errors_and_the_connection_survives(
+    api_context: ApiContext, ws: WebSocketTestSession, is_last: bool
 ) -> None:
-    """The request, then the engine; the connection lives on, for when it is there again."""
+    """First requests fail, then the engine. The connection works again once the engine is back."""
     client = api_context.client
-    for way, code in ((lambda: client.fail("late", "timeout"), "request_timeout"),
+    for cause_failure, code in ((lambda: client.fail("late", "timeout"), "request_timeout"),
                       (lambda: client.fail("broken"), "request_failed"),
                       (client.kill, "engine_dead")):  # fmt: skip
         client.hold()
-        line.send_json(START | {"prompt": STORY, "last": is_last})
-        assert line.receive_json()["type"] == "started"
+        ws.send_json(START | {"prompt": STORY, "last": is_last})
+        assert ws.receive_json()["type"] == "started"
         wait_until(lambda: client.num_unfinished == 1)
-        way()
-        assert error_of(line)["code"] == code
+        cause_failure()
+        assert error_of(ws)["code"] == code
         client.release()
-    line.send_json(START | {"prompt": STORY})
-    assert error_of(line)["code"] == "engine_dead"
+    ws.send_json(START | {"prompt": STORY})
+    assert error_of(ws)["code"] == "engine_dead"
     client.revive()
-    send_pieces(line, [STORY])
-    assert answer(line)[-1]["type"] == "done"
+    send_pieces(ws, [STORY])
+    assert receive_all(ws)[-1]["type"] == "done"
 
 
-def test_a_bug_of_ours_is_told_without_its_text(
-    api_context: ApiContext, line: WebSocketTestSession, monkeypatch: pytest.MonkeyPatch
+def test_internal_error_hides_the_exception_text(
+    api_context: ApiContext, ws: WebSocketTestSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> None:
         raise ZeroDivisionError("0x7f00dead")
 
     monkeypatch.setattr(api_context.client, "check", fail)
-    line.send_json(START | {"prompt": STORY})
-    error = error_of(line)
+    ws.send_json(START | {"prompt": STORY})
+    error = error_of(ws)
     assert error["code"] == "internal_error" and "7f00dead" not in error["message"]
     with pytest.raises(WebSocketDisconnect) as closed:
-        line.receive_json()
+        ws.receive_json()
     assert closed.value.code == 1011
 
 
-def test_a_message_is_measured_before_it_is_read(line: WebSocketTestSession) -> None:
-    line.send_text('{"type": "start", "prompt": [%s1]}' % ("1," * (3 << 18)))
-    assert line.receive_json()["error"]["code"] == "too_many_values"
+def test_message_with_too_many_values_is_refused(ws: WebSocketTestSession) -> None:
+    ws.send_text('{"type": "start", "prompt": [%s1]}' % ("1," * (3 << 18)))
+    assert ws.receive_json()["error"]["code"] == "too_many_values"
     with pytest.raises(WebSocketDisconnect) as closed:
-        line.receive_json()
+        ws.receive_json()
     assert closed.value.code == 1008
 
 
-def test_a_field_with_a_long_name_is_not_compared_with_all_others(
-    line: WebSocketTestSession,
+def test_too_long_field_name_is_refused(
+    ws: WebSocketTestSession,
 ) -> None:
-    line.send_text('{"type": "start", "%s": 1}' % ("a" * 100_000))
-    error = line.receive_json()["error"]
+    ws.send_text('{"type": "start", "%s": 1}' % ("a" * 100_000))
+    error = ws.receive_json()["error"]
     assert error["code"] == "name_too_long"

@@ -1,4 +1,4 @@
-"""/v1/stream through uvicorn: what only a real connection shows, and the client of the document."""
+"""/v1/stream through uvicorn: real connections, and the example client of the documentation."""
 
 import contextlib
 import http.client
@@ -31,22 +31,22 @@ HANDSHAKE = (
 
 
 @pytest.fixture
-def line(server_url: str) -> Iterator[ClientConnection]:
-    with opened(server_url) as found:
+def ws(server_url: str) -> Iterator[ClientConnection]:
+    with open_stream(server_url) as found:
         yield found
 
 
-def opened(url: str, **options: Any) -> ClientConnection:
+def open_stream(url: str, **options: Any) -> ClientConnection:
     return connect(f"ws://{urlsplit(url).netloc}/v1/stream", **options)
 
 
-def send(line: ClientConnection, **fields: Any) -> None:
-    line.send(json.dumps(fields))
+def send(ws: ClientConnection, **fields: Any) -> None:
+    ws.send(json.dumps(fields))
 
 
-def text(line: ClientConnection) -> str:
+def text(ws: ClientConnection) -> str:
     found = ""
-    for data in line:
+    for data in ws:
         message = json.loads(data)
         if message["type"] == "done":
             return found
@@ -56,19 +56,19 @@ def text(line: ClientConnection) -> str:
 
 
 def frame(opcode: int, data: bytes) -> bytes:
-    """As a client writes it, with a mask of zeros. opcode: with 0x80 for the last one."""
+    """Return a frame of a client, with a mask of zeros. opcode: has 0x80 set in the last frame."""
     return bytes([opcode, 0x80 | len(data)]) + b"\0\0\0\0" + data
 
 
-def test_the_same_text_as_in_one_piece(line: ClientConnection) -> None:
+def test_prompt_in_pieces_gives_the_same_text(ws: ClientConnection) -> None:
     for cut in (3, 9, 40):
-        send(line, **START, prompt=STORY[:cut])
-        send(line, type="append", prompt=STORY[cut:])
-        send(line, type="end")
-        assert text(line) == text_of(STORY, max_tokens=12, ignore_eos=True)
+        send(ws, **START, prompt=STORY[:cut])
+        send(ws, type="append", prompt=STORY[cut:])
+        send(ws, type="end")
+        assert text(ws) == text_of(STORY, max_tokens=12, ignore_eos=True)
 
 
-def test_the_client_of_the_document(server_url: str) -> None:
+def test_documented_client_works(server_url: str) -> None:
     [source] = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     assert len(source.splitlines()) <= 25
     source = source.replace("127.0.0.1:8000", urlsplit(server_url).netloc)
@@ -79,14 +79,14 @@ def test_the_client_of_the_document(server_url: str) -> None:
     assert "prompt_tokens" in done.stdout
 
 
-def test_a_message_that_is_too_large(make_context: MakeContext) -> None:
+def test_too_large_message_closes_the_connection(make_context: MakeContext) -> None:
     context = make_context(max_body_bytes=2048)
-    with serving(context) as url, opened(url) as line:
-        send(line, **START, prompt="x" * 1900)
-        line.send(b"{" * 3000, text=True)
+    with serving(context) as url, open_stream(url) as ws:
+        send(ws, **START, prompt="x" * 1900)
+        ws.send(b"{" * 3000, text=True)
         with pytest.raises(ConnectionClosed) as closed:
             for _ in range(2):
-                line.recv()
+                ws.recv()
         assert closed.value.rcvd.code == 1009
         wait_until(lambda: context.num_open == 0)
 
@@ -100,26 +100,26 @@ def test_a_message_that_is_too_large(make_context: MakeContext) -> None:
         ([(0x81, b"\xff"), (0x81, b"\xff"), (0x88, b"\x03\xe8")], 1000),
     ],
 )
-def test_what_is_no_utf8(
-    line: ClientConnection,
+def test_invalid_utf8_closes_the_connection(
+    ws: ClientConnection,
     frames: list[tuple[int, bytes]],
     code: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In one frame or in several; a close that comes with it is answered first."""
-    line.socket.sendall(b"".join(frame(*item) for item in frames))
+    """In one frame or in several. A close frame sent along with it takes precedence."""
+    ws.socket.sendall(b"".join(frame(*item) for item in frames))
     with pytest.raises(ConnectionClosed) as closed:
-        line.recv()
+        ws.recv()
     assert closed.value.rcvd.code == code
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_text_that_is_cut_within_a_character(line: ClientConnection) -> None:
+def test_frames_may_split_a_character(ws: ClientConnection) -> None:
     message = {"type": "start", "prompt": "你好 世界", "max_tokens": 3, "last": True}
     data = json.dumps(message, ensure_ascii=False).encode()
     cut = data.index("好".encode()) + 1
-    line.socket.sendall(frame(0x01, data[:cut]) + frame(0x80, data[cut:]))
-    text(line)
+    ws.socket.sendall(frame(0x01, data[:cut]) + frame(0x80, data[cut:]))
+    text(ws)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_text_that_is_cut_within_a_character(line: ClientConnection) -> None:
         "GET /health HTTP/1.1\r\n" + HANDSHAKE,
     ],
 )
-def test_handshakes_that_are_none(
+def test_bad_handshakes_are_refused(
     server_url: str, head: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = urlsplit(server_url)
@@ -148,7 +148,7 @@ def test_handshakes_that_are_none(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_refused_before_the_connection_is_made(
+def test_wrong_key_or_origin_refuses_the_handshake(
     make_context: MakeContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serving(make_context(api_key=("one",))) as url:
@@ -157,41 +157,44 @@ def test_refused_before_the_connection_is_made(
             ({"Authorization": "Bearer two"}, 401),
             ({"Authorization": "Bearer one", "Origin": "https://evil.example"}, 403),
         ):
-            with pytest.raises(InvalidStatus) as refused, opened(url, additional_headers=headers):
+            with (
+                pytest.raises(InvalidStatus) as refused,
+                open_stream(url, additional_headers=headers),
+            ):
                 pass
             assert refused.value.response.status_code == status
             assert json.loads(refused.value.response.body)["error"]["message"]
-        with opened(url, additional_headers={"Authorization": "Bearer one"}) as line:
-            send(line, **START, prompt=STORY, last=True)
-            text(line)
+        with open_stream(url, additional_headers={"Authorization": "Bearer one"}) as ws:
+            send(ws, **START, prompt=STORY, last=True)
+            text(ws)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_client_that_vanishes_ends_its_request(
+def test_lost_connection_ends_its_request(
     server_url: str, server_context: ApiContext, is_last: bool
 ) -> None:
     client = server_context.client
     client.hold()
-    with contextlib.closing(opened(server_url, legacy=True)) as line:
-        send(line, **START, prompt=STORY, last=is_last)
+    with contextlib.closing(open_stream(server_url, legacy=True)) as ws:
+        send(ws, **START, prompt=STORY, last=is_last)
         wait_until(lambda: client.num_unfinished == 1)
-        line.socket.shutdown(socket.SHUT_RDWR)
+        ws.socket.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: client.num_unfinished == 0 and server_context.num_open == 0)
     client.release()
 
 
-def test_only_the_head_of_a_handshake_is_timed(
+def test_head_timeout_applies_only_to_the_handshake(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of one is given up; a connection that was made stays, whatever came before it."""
+    """Half a handshake times out; an established connection stays open."""
     monkeypatch.setattr("quire.serve.http.http.HEAD_S", 0.2)
-    with serving(make_context()) as url, opened(url) as line:
+    with serving(make_context()) as url, open_stream(url) as ws:
         address = urlsplit(url)
         for before in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             with socket.create_connection((address.hostname, address.port), timeout=30) as half:
                 half.sendall(before + f"GET /v1/stream HTTP/1.1\r\n{HANDSHAKE}".encode())
                 while half.recv(1000):
                     pass
-        send(line, **START, prompt=STORY, last=True)
-        text(line)
+        send(ws, **START, prompt=STORY, last=True)
+        text(ws)

@@ -21,7 +21,7 @@ SMUGGLED = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def exchange(url: str, data: bytes) -> bytes:
-    """All that the server sends until it closes the connection, for data and one request more."""
+    """Send the data and one more request; return all that the server sends until it closes."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as raw:
         found = b""
@@ -29,13 +29,13 @@ def exchange(url: str, data: bytes) -> bytes:
             raw.sendall(data + SMUGGLED)
             while piece := raw.recv(1 << 16):
                 found += piece
-        except ConnectionResetError:  # it was closed with bytes of ours unread
+        except ConnectionResetError:  # closed before it had read all our bytes
             pass
         return found
 
 
 def padded(num_bytes: int) -> bytes:
-    """The head of a request, of so many bytes."""
+    """Return the head of a request, of `num_bytes` bytes."""
     head = b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: %s\r\n\r\n"
     return head % (b"a" * (num_bytes - len(head) + 2))
 
@@ -70,12 +70,12 @@ def padded(num_bytes: int) -> bytes:
     ],
     ids=lambda value: value if isinstance(value, str) else "head",
 )
-def test_what_may_be_read_in_two_ways(server_url: str, data: bytes, reason: str) -> None:
+def test_ambiguous_requests_are_refused(server_url: str, data: bytes, reason: str) -> None:
     found = exchange(server_url, data)
     status, _, rest = found.partition(b"\r\n")
     assert status.split(b" ")[1] in (b"400", b"501"), found
     assert b"connection: close" in rest.lower()
-    error = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]  # and no answer to what follows
+    error = json.loads(rest.partition(b"\r\n\r\n")[2])["error"]  # no second response
     assert error["code"] == "unreadable_request"
     assert reason in error["message"]
 
@@ -93,15 +93,15 @@ def test_what_may_be_read_in_two_ways(server_url: str, data: bytes, reason: str)
     ],
     ids=range(7),
 )
-def test_odd_chunks(server_url: str, chunks: bytes) -> None:
-    """Also after more of them than any client sends; nothing that follows is answered."""
+def test_odd_chunks_are_refused(server_url: str, chunks: bytes) -> None:
+    """Also more chunks than any client sends; the request that follows gets no response."""
     found = exchange(server_url, POST + CHUNKED + b"\r\n" + chunks)
     assert found.count(b"HTTP/1.1 ") <= 1
     assert found.startswith(b"HTTP/1.1 400 ") or not found
     assert b'"version"' not in found
 
 
-def test_the_same_in_one_way_is_answered(server_url: str) -> None:
+def test_unambiguous_requests_are_served(server_url: str) -> None:
     close = b"Connection: close\r\n"
     for data in (
         POST + LENGTH + b"\r\n" + BODY,
@@ -117,8 +117,8 @@ def test_the_same_in_one_way_is_answered(server_url: str) -> None:
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])
-def test_heads_of_more_than_64_kb(server_url: str, in_pieces: bool) -> None:
-    """Wherever the pieces are cut in which they come."""
+def test_head_larger_than_the_limit_is_a_431(server_url: str, in_pieces: bool) -> None:
+    """Whether the head arrives whole or in pieces."""
     for num_bytes, status in (
         (MAX_HEAD_BYTES, b"200"), (MAX_HEAD_BYTES + 1, b"431"), (3 * MAX_HEAD_BYTES, b"431"),
     ):  # fmt: skip
@@ -127,16 +127,16 @@ def test_heads_of_more_than_64_kb(server_url: str, in_pieces: bool) -> None:
         address = urlsplit(server_url)
         with socket.create_connection((address.hostname, address.port), timeout=30) as raw:
             size = 9_999 if in_pieces else len(head)
-            with contextlib.suppress(ConnectionError):  # it need not wait for the rest
+            with contextlib.suppress(ConnectionError):  # the server may close before the rest
                 for start in range(0, len(head), size):
                     raw.sendall(head[start : start + size])
             assert raw.recv(1 << 16).split(b" ")[1] == status
 
 
-def test_a_body_that_breaks_off_while_it_is_answered(
+def test_broken_body_after_the_response_began_logs_no_error(
     server_url: str, server_context: ApiContext, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answer has begun, so that there is no status to send any more."""
+    """The response has begun, so the server can send no other status."""
     data = (
         b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
         + CHUNKED

@@ -1,4 +1,4 @@
-"""The body's fields that say what an answer must be, to StructuredOutputsParams."""
+"""The body's constraint fields become StructuredOutputsParams, which responses then match."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 
 
-def asked(**fields: Any) -> tuple[StructuredOutputsParams | None, bool, str]:
+def converted(**fields: Any) -> tuple[StructuredOutputsParams | None, bool, str]:
     return structured_outputs_of(CompletionRequest.model_validate({"prompt": "Hi", **fields}))
 
 
@@ -34,22 +34,22 @@ def asked(**fields: Any) -> tuple[StructuredOutputsParams | None, bool, str]:
         {"guided_decoding_backend": "xgrammar"},
     ],
 )  # fmt: skip
-def test_anything_goes(fields: dict[str, Any]) -> None:
-    assert asked(**fields)[0] is None
+def test_neutral_fields_give_no_constraint(fields: dict[str, Any]) -> None:
+    assert converted(**fields)[0] is None
 
 
-def test_response_format() -> None:
+def test_response_format_becomes_a_constraint() -> None:
     def of(**more: Any) -> Any:
-        return asked(response_format={"type": "json_schema", "json_schema": more})
+        return converted(response_format={"type": "json_schema", "json_schema": more})
 
     same = StructuredOutputsParams(json=SCHEMA)
     assert of(name="x", schema=SCHEMA) == (same, False, "response_format")
     assert of(name="x", schema=SCHEMA, strict=True, description="d")[1] is True
     found = of(name="x", schema=SCHEMA, strict=None)[0]
     assert list(found.json["properties"]) == ["b", "a"]
-    wanted, strict, field = asked(response_format={"type": "json_object"})
+    wanted, strict, field = converted(response_format={"type": "json_object"})
     assert wanted == StructuredOutputsParams(json_object=True) and not strict
-    wanted, _, _ = asked(response_format=TAG)
+    wanted, _, _ = converted(response_format=TAG)
     assert wanted is not None and json.loads(wanted.structural_tag or "") == TAG
 
 
@@ -67,14 +67,14 @@ def test_response_format() -> None:
         ),
     ],
 )
-def test_older_names(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
-    found, strict, field = asked(**fields)
+def test_guided_fields_become_constraints(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found, strict, field = converted(**fields)
     assert (found, strict) == (StructuredOutputsParams(**wanted), False)
     assert field == next(iter(fields))
 
 
 @pytest.mark.parametrize(
-    ("fields", "says", "param"),
+    ("fields", "words", "param"),
     [
         ({"response_format": {"type": "xml"}}, "text, json_object", "response_format"),
         ({"response_format": {"type": "json_schema"}}, ".json_schema is", "response_format"),
@@ -100,9 +100,9 @@ def test_older_names(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
         ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "exclude", "guided_json"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(fields: dict[str, Any], says: str, param: str) -> None:
-    with pytest.raises(ApiError, match=says) as raised:
-        asked(**fields)
+def test_errors_name_the_wrong_field(fields: dict[str, Any], words: str, param: str) -> None:
+    with pytest.raises(ApiError, match=words) as raised:
+        converted(**fields)
     assert (raised.value.status, raised.value.param) == (400, param)
 
 
@@ -127,7 +127,9 @@ def post(api: TestClient, **fields: Any) -> Any:
         ({"guided_grammar": 'root ::= "a"{2,3} "."'}, r"aaa?\."),
     ],
 )  # fmt: skip
-def test_each_answer_has_the_form(api: TestClient, fields: dict[str, Any], pattern: str) -> None:
+def test_every_choice_matches_the_constraint(
+    api: TestClient, fields: dict[str, Any], pattern: str
+) -> None:
     answer = post(api, prompt=["One", "Two"], n=2, **fields).json()
     assert len(answer["choices"]) == 4
     for choice in answer["choices"]:
@@ -135,13 +137,13 @@ def test_each_answer_has_the_form(api: TestClient, fields: dict[str, Any], patte
         assert choice["finish_reason"] == "stop"
 
 
-def test_a_stream_has_the_form(api: TestClient) -> None:
+def test_streamed_text_matches_the_constraint(api: TestClient) -> None:
     lines = post(api, prompt="One", stream=True, guided_regex="[0-9]{9}").text.split("\n\n")
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert re.fullmatch("[0-9]{9}", "".join(c["choices"][0]["text"] for c in chunks))
 
 
-def test_what_is_not_kept_to_is_said(api: TestClient) -> None:
+def test_unsupported_keywords_are_reported_or_refused_if_strict(api: TestClient) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2}
 
     def of(strict: bool) -> Any:
@@ -160,18 +162,20 @@ def test_what_is_not_kept_to_is_said(api: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_server_short_of_time_is_not_the_clients_fault(
+def test_overloaded_grammar_check_is_a_503_not_a_400(
     api: TestClient, api_context: ApiContext, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """The check's process is stopped: 503, and a wrong grammar has its own error afterwards."""
+    """A stopped check process gives a 503; afterwards a wrong grammar gets its own error."""
     grammars = Grammars(replace(CHECKS, answer_s=0.05))
     monkeypatch.setattr(api_context.renderer, "grammars", grammars)
     grammars.prepare()
     [process] = grammars._jobs._idle
     select.select([process._socket], [], [])
     os.kill(process.pid, signal.SIGSTOP)
-    said = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
-    body: dict[str, Any] = {"model": "demo", "guided_choice": ["yes", "no"], **said}
+    prompt_fields = (
+        {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    )
+    body: dict[str, Any] = {"model": "demo", "guided_choice": ["yes", "no"], **prompt_fields}
     answer = api.post(path, json=body)
     assert answer.status_code == 503, answer.text
     assert answer.headers["retry-after"]
@@ -185,8 +189,8 @@ def test_a_server_short_of_time_is_not_the_clients_fault(
     assert heavy.status_code == 400 and "processor time" in heavy.text
 
 
-def test_a_grammar_is_not_sent_too_often(api: TestClient) -> None:
-    """The engine's request of each prompt holds it once more."""
+def test_large_constraint_for_many_prompts_is_refused(api: TestClient) -> None:
+    """The engine request of every prompt would hold a copy of it."""
     choice = [f"choice {i}" for i in range(10_000)]
     answer = post(api, prompt=["x"] * 20, guided_choice=choice)
     assert answer.status_code == 400

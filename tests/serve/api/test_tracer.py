@@ -1,4 +1,4 @@
-"""Spans of requests, through the app and into an exporter in memory."""
+"""Spans of requests, from the app to an in-memory exporter."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ class Traced:
         self.api = TestClient(create_app(context), raise_server_exceptions=False)
 
     def spans(self, num: int) -> dict[str, ReadableSpan]:
-        """By name, once there are so many."""
+        """Wait for `num` spans; return them by name."""
         wait_until(lambda: len(self.exporter.get_finished_spans()) >= num)
         found = {span.name: span for span in self.exporter.get_finished_spans()}
         assert len(found) == num
@@ -61,19 +61,19 @@ def traced(make_context: MakeContext) -> Iterator[Traced]:
     found.tracer.close()
 
 
-def test_a_request_is_a_span_and_its_parts_are_children(traced: Traced) -> None:
+def test_request_is_a_span_with_its_phases_as_children(traced: Traced) -> None:
     before = time.time_ns()
     answer = traced.api.post(COMPLETIONS, json=BODY).json()
     spans = traced.spans(4)
     root = spans.pop("llm_request")
     assert root.parent is None and root.kind.name == "SERVER" and root.status.is_ok
-    told = dict(root.attributes or {})
-    assert told["gen_ai.request.id"] == f"{answer['id']}-0"
-    assert told["gen_ai.usage.prompt_tokens"] == 3
-    assert told["gen_ai.usage.completion_tokens"] == 4
-    assert told["gen_ai.request.max_tokens"] == 4 and told["gen_ai.request.top_p"] == 0.5
-    assert told["gen_ai.request.n"] == 1 and told["gen_ai.response.model"] == "fox"
-    assert told["gen_ai.response.finish_reasons"] == ("length",)
+    tags = dict(root.attributes or {})
+    assert tags["gen_ai.request.id"] == f"{answer['id']}-0"
+    assert tags["gen_ai.usage.prompt_tokens"] == 3
+    assert tags["gen_ai.usage.completion_tokens"] == 4
+    assert tags["gen_ai.request.max_tokens"] == 4 and tags["gen_ai.request.top_p"] == 0.5
+    assert tags["gen_ai.request.n"] == 1 and tags["gen_ai.response.model"] == "fox"
+    assert tags["gen_ai.response.finish_reasons"] == ("length",)
     assert root.resource.attributes["service.name"] == "quire"
     assert set(spans) == {"queue", "prefill", "decode"}
     assert root.context is not None
@@ -82,16 +82,16 @@ def test_a_request_is_a_span_and_its_parts_are_children(traced: Traced) -> None:
     times = [(s.start_time or 0, s.end_time or 0) for s in spans.values()]
     (q0, q1), (p0, p1), (d0, d1) = sorted(times)
     assert before <= q0 <= q1 == p0 <= p1 == d0 <= d1 <= time.time_ns()
-    latency = {n.rpartition(".")[2]: v for n, v in told.items() if n.startswith("gen_ai.latency")}
+    latency = {n.rpartition(".")[2]: v for n, v in tags.items() if n.startswith("gen_ai.latency")}
     assert latency["time_in_model_decode"] == pytest.approx((d1 - d0) / 1e9, abs=2e-6)
     assert latency["time_in_model_inference"] == pytest.approx((d1 - p0) / 1e9, abs=2e-6)
     assert latency["time_to_first_token"] <= latency["e2e"]
-    text = json.dumps(told) + str(root.events)
+    text = json.dumps(tags) + str(root.events)
     assert answer["choices"][0]["text"].strip() not in text
 
 
-def test_it_belongs_to_the_clients_trace(traced: Traced) -> None:
-    """Also where the engine's requests are made in tasks of their own."""
+def test_span_belongs_to_the_clients_trace(traced: Traced) -> None:
+    """Also if the engine's requests are made in separate tasks."""
     header = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
     two = BODY | {"prompt": [[5, 6], [7]], "stream": True}
     traced.api.post(COMPLETIONS, json=two, headers=header)
@@ -104,21 +104,21 @@ def test_it_belongs_to_the_clients_trace(traced: Traced) -> None:
     assert {f"{span.context.trace_id:032x}" for span in spans if span.context} == {TRACE}
 
 
-def test_a_trace_that_is_not_sampled_or_no_trace(traced: Traced) -> None:
+def test_unsampled_trace_has_no_span_and_bad_header_is_ignored(traced: Traced) -> None:
     for value in (f"00-{TRACE}-{PARENT}-00", "nonsense"):
         traced.api.post(COMPLETIONS, json=BODY, headers={"traceparent": value})
-    assert traced.spans(4)["llm_request"].parent is None  # of the second one alone
+    assert traced.spans(4)["llm_request"].parent is None  # the second request's
 
 
-def test_what_failed_is_an_error(traced: Traced) -> None:
+def test_failed_request_is_an_error_span(traced: Traced) -> None:
     traced.client.kill()
     assert traced.api.post(COMPLETIONS, json=BODY).status_code == 503
     [root] = traced.spans(1).values()
     assert root.status.status_code.name == "ERROR" and root.status.description == "engine_dead"
 
 
-def test_a_collector_that_is_away_disturbs_nobody(make_context: MakeContext) -> None:
-    """It takes connections and never answers."""
+def test_unresponsive_collector_delays_no_request(make_context: MakeContext) -> None:
+    """The collector accepts connections but never responds."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         context = make_context(otlp_traces_endpoint=endpoint)
@@ -132,7 +132,7 @@ def test_a_collector_that_is_away_disturbs_nobody(make_context: MakeContext) -> 
         assert time.monotonic() - began < 5
 
 
-def test_a_listener_that_raises_harms_no_request(
+def test_raising_listener_affects_no_request(
     api_context: ApiContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[str] = []
@@ -147,7 +147,7 @@ def test_a_listener_that_raises_harms_no_request(
     assert seen == ["length"] and "of the listener" in caplog.text
 
 
-def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_otlp_endpoint_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     check_tracing(ServerConfig().otlp_traces_endpoint)
     check_tracing("https://collector")
     with pytest.raises(ConfigError, match="must be a URL of OTLP over HTTP.*'collector:4317'"):

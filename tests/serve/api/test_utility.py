@@ -1,4 +1,4 @@
-"""Models, tokens, health and numbers."""
+"""Utility routes: models, tokenization, health, load, metrics and the OpenAPI document."""
 
 import copy
 import threading
@@ -30,7 +30,7 @@ def fake(context: ApiContext) -> FakeClient:
     return context.client
 
 
-def test_models_with_the_official_client(openai_client: openai.OpenAI) -> None:
+def test_official_client_lists_and_retrieves_models(openai_client: openai.OpenAI) -> None:
     (model,) = openai_client.models.list().data
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "quire")
     assert model.created == 1_700_000_000
@@ -42,8 +42,8 @@ def test_models_with_the_official_client(openai_client: openai.OpenAI) -> None:
     assert MODEL in caught.value.message
 
 
-def test_a_model_tells_what_requests_leave_open(make_context: MakeContext) -> None:
-    """The model's own settings, and ours where it has none."""
+def test_model_card_has_the_sampling_defaults(make_context: MakeContext) -> None:
+    """The model's own defaults, and the server's where it has none."""
     context = make_context()
     defaults = GenerationDefaults(sampling={"temperature": 0.25, "top_k": 7, "max_tokens": 3})
     context.requests = copy.copy(context.requests)
@@ -54,7 +54,7 @@ def test_a_model_tells_what_requests_leave_open(make_context: MakeContext) -> No
     }  # fmt: skip
 
 
-def test_served_names(make_context: MakeContext) -> None:
+def test_served_names_replace_the_model_path(make_context: MakeContext) -> None:
     context = make_context(served_model_name=("short", "org/long"))
     api = TestClient(create_app(context))
     cards = api.get("/v1/models").json()["data"]
@@ -71,7 +71,7 @@ def test_served_names(make_context: MakeContext) -> None:
     assert api.post("/tokenize", json={"prompt": "a", "model": MODEL}).status_code == 404
 
 
-def test_only_admins_see_where_a_model_is(make_context: MakeContext) -> None:
+def test_only_admin_keys_see_the_model_path(make_context: MakeContext) -> None:
     names, keys = ("short",), ("user", "admin")
     context = make_context(served_model_name=names, api_key=keys, admin_api_key=keys[1:])
     api = TestClient(create_app(context))
@@ -81,7 +81,7 @@ def test_only_admins_see_where_a_model_is(make_context: MakeContext) -> None:
             assert answer.get("data", [answer])[0]["root"] == root
 
 
-def test_tokenize_a_text_and_back(api: TestClient, api_context: ApiContext) -> None:
+def test_tokenize_and_detokenize_a_text(api: TestClient, api_context: ApiContext) -> None:
     answer = api.post("/tokenize", json={"prompt": "Hello", "return_token_strs": True}).json()
     tokenizer = api_context.renderer.tokenizer
     assert tokenizer is not None
@@ -108,7 +108,7 @@ def test_tokenize_a_conversation(api: TestClient, api_context: ApiContext) -> No
     assert text == render(MESSAGES).text
 
 
-def test_tokenize_goes_on_with_the_last_message(api: TestClient) -> None:
+def test_tokenize_continues_the_final_message(api: TestClient) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Good"}]
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     tokens = api.post("/tokenize", json=body).json()["tokens"]
@@ -118,7 +118,7 @@ def test_tokenize_goes_on_with_the_last_message(api: TestClient) -> None:
     assert both.status_code == 400
 
 
-def test_nothing_to_tokenize_is_nothing(api: TestClient) -> None:
+def test_tokenize_and_detokenize_accept_empty_input(api: TestClient) -> None:
     for special in (True, False):
         body = {"prompt": "", "add_special_tokens": special}
         answer = api.post("/tokenize", json=body)
@@ -137,7 +137,7 @@ def test_ids_outside_of_the_vocabulary_are_refused(api: TestClient, token_id: in
     assert f"got {token_id}" in response.json()["error"]["message"]
 
 
-def test_a_model_without_tokenizer_says_so(make_context: MakeContext) -> None:
+def test_missing_tokenizer_is_a_400(make_context: MakeContext) -> None:
     context = make_context()
     context.renderer = Renderer(None)
     api = TestClient(create_app(context))
@@ -151,31 +151,31 @@ def test_a_model_without_tokenizer_says_so(make_context: MakeContext) -> None:
         assert "no tokenizer" in response.json()["error"]["message"]
 
 
-def test_long_prompts_are_tokenised_beside_the_loop(
+def test_long_prompts_are_tokenised_off_the_event_loop(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = make_context()
     threads: list[int] = []
     render = context.renderer.render
 
-    def noted(*arguments: Any) -> Any:
+    def recorded(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
         return render(*arguments)
 
-    monkeypatch.setattr(context.renderer, "render", noted)
+    monkeypatch.setattr(context.renderer, "render", recorded)
     with TestClient(create_app(context)) as api:
         for text in ("a", "a " * MAX_CHARS_ON_LOOP, "a"):
             assert api.post("/tokenize", json={"prompt": text}).status_code == 200
     assert threads[0] == threads[2] != threads[1]
 
 
-def test_a_prompt_of_absurd_length_is_refused_unread(api: TestClient) -> None:
+def test_absurdly_long_prompt_is_refused(api: TestClient) -> None:
     response = api.post("/tokenize", json={"prompt": "a" * 200_000})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_sizes_of_prompts() -> None:
+def test_size_counts_characters_and_values() -> None:
     assert size_of("abc") == 3
     assert size_of([1, 2, 3]) == 3
     assert size_of({"prompt": "abc"}) == 6 + 1 + 3
@@ -189,8 +189,8 @@ def test_sizes_of_prompts() -> None:
     assert size_within([0] * 1000, 10**6, max_values=999) is None
 
 
-def test_templates_of_requests(make_context: MakeContext) -> None:
-    """Never a file of the server, even where templates are trusted."""
+def test_request_templates_need_trust_and_are_never_paths(make_context: MakeContext) -> None:
+    """A path is never read as a file, even if templates of requests are trusted."""
     text = "{{ messages[0].content }}"
     with pytest.raises(ApiError, match="templates from requests are disabled"):
         checked_template(make_context(), text)
@@ -217,7 +217,9 @@ def statuses(api: TestClient) -> list[int]:
     ]
 
 
-def test_health_and_readiness(api: TestClient, api_context: ApiContext) -> None:
+def test_health_and_readiness_follow_drain_and_engine_death(
+    api: TestClient, api_context: ApiContext
+) -> None:
     assert statuses(api) == [200, 200, 200, 200]
     assert api.get("/health").content == b""
     api_context.draining = True
@@ -227,7 +229,7 @@ def test_health_and_readiness(api: TestClient, api_context: ApiContext) -> None:
     assert statuses(api) == [503, 503, 503, 503]
 
 
-def test_numbers(api: TestClient, api_context: ApiContext) -> None:
+def test_version_load_and_metrics_are_served(api: TestClient, api_context: ApiContext) -> None:
     assert api.get("/version").json() == {"version": quire.__version__}
     assert api.get("/load").json() == {"server_load": 0}
     api_context.num_open = 3
@@ -237,7 +239,7 @@ def test_numbers(api: TestClient, api_context: ApiContext) -> None:
     assert "quire:num_requests_running 0.0\n" in response.text
 
 
-def test_metrics_of_a_dead_engine(api: TestClient, api_context: ApiContext) -> None:
+def test_metrics_of_a_dead_engine_are_a_503(api: TestClient, api_context: ApiContext) -> None:
     fake(api_context).kill()
     response = api.get("/metrics")
     assert response.status_code == 503
@@ -247,16 +249,16 @@ def test_metrics_of_a_dead_engine(api: TestClient, api_context: ApiContext) -> N
 
 def test_schema_lists_the_routes(api: TestClient) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of names that two routes share
+        warnings.simplefilter("error")  # warns of names that two routes share
         paths = api.get("/openapi.json").json()["paths"]
     assert {"/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"} <= set(paths)
     assert api.get("/redoc").status_code == 404
 
 
-def test_a_page_shows_the_schema_and_needs_nothing_from_elsewhere(
+def test_docs_page_is_self_contained_and_needs_no_key(
     make_context: MakeContext,
 ) -> None:
-    """Without a key, which a browser does not have; the page asks for it."""
+    """The page is served without a key, because browsers send none; it asks the user for one."""
     api = TestClient(create_app(make_context(api_key=("k",))))
     page = api.get("/docs")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -266,7 +268,7 @@ def test_a_page_shows_the_schema_and_needs_nothing_from_elsewhere(
         assert word not in page.text
 
 
-def test_the_document_says_what_is_answered(api: TestClient) -> None:
+def test_openapi_document_lists_statuses_and_schemas(api: TestClient) -> None:
     document = api.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
     assert "Error" in schemas and "HTTPValidationError" not in schemas
@@ -290,7 +292,7 @@ def test_the_document_says_what_is_answered(api: TestClient) -> None:
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
     ],
 )
-def test_answers_have_what_the_document_requires(
+def test_responses_match_the_openapi_schema(
     api: TestClient, path: str, body: dict[str, Any]
 ) -> None:
     described = api.get("/openapi.json").json()["paths"][path]["post"]["responses"]["200"]
@@ -299,7 +301,7 @@ def test_answers_have_what_the_document_requires(
     jsonschema.validate(answer.json(), described["content"]["application/json"]["schema"])
 
 
-def test_the_document_says_who_needs_a_key(make_context: MakeContext) -> None:
+def test_openapi_document_marks_routes_that_need_a_key(make_context: MakeContext) -> None:
     api = TestClient(create_app(make_context(api_key=("k",))))
     document = api.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()
     for path, operations in document["paths"].items():

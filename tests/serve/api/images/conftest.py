@@ -1,6 +1,6 @@
-"""An API over the demo model as if it took images: requests have items, the engine sees text.
+"""An API over the demo model that pretends to take images: the engine itself gets only text.
 
-One of the demo tokenizer's own tokens stands for images, so that their spans are in the vocabulary.
+One of the demo tokenizer's tokens is the placeholder, so that image spans are in the vocabulary.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Hostile images through the API: what they cost is bounded, and nothing else is reached."""
+"""Hostile images through the API: their cost is bounded, and they reach no other file or host."""
 
 import asyncio
 import base64
@@ -47,7 +47,7 @@ def icon() -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """Return a PNG file whose header promises so many pixels."""
+    """Return a PNG file whose header claims this size."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -105,7 +105,7 @@ def downloading(
      ("https://example.org.evil.com/", "may not be fetched"),
      ("file:///etc/passwd", "file: URLs are not allowed")],
 )  # fmt: skip
-def test_the_operators_network_is_not_reached(
+def test_private_addresses_and_other_hosts_are_not_fetched(
     downloading: TestClient, url: str, words: str
 ) -> None:
     assert words in refused(downloading, url)
@@ -115,10 +115,10 @@ def test_by_default_nothing_is_downloaded(seeing: TestClient) -> None:
     assert "allowed: none" in refused(seeing, "https://example.org/a.png")
 
 
-def test_downloads_through_the_api(
+def test_bad_downloads_are_refused(
     seeing: TestClient, context: ApiContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redirects to other hosts, pages, files that are too large and servers that never end."""
+    """Redirects to other hosts, web pages, too large files, and servers that never finish."""
     with tls_files(make_certificate(tmp_path), monkeypatch) as downloads:
         for path, words, changes in (
             ("/other", "'evil.com' may not be fetched", {}),
@@ -133,7 +133,9 @@ def test_downloads_through_the_api(
             assert words in refused(seeing, f"https://example.org{path}")
 
 
-def test_paths_outside_the_folder(images: MakeImageContext, tmp_path: Path) -> None:
+def test_files_outside_the_allowed_folder_are_refused(
+    images: MakeImageContext, tmp_path: Path
+) -> None:
     folder, outside = tmp_path / "in", tmp_path / "outside.png"
     folder.mkdir()
     for path in (folder / "a.png", outside):
@@ -162,14 +164,14 @@ def test_paths_outside_the_folder(images: MakeImageContext, tmp_path: Path) -> N
      (PDF, "application/pdf", "the type 'application/pdf'"),
      (PNG, "text/html", "the type 'text/html'")],
 )  # fmt: skip
-def test_files_that_are_no_usable_images(
+def test_unusable_image_files_are_refused(
     seeing: TestClient, data: bytes, media_type: str, words: str
 ) -> None:
     assert words in refused(seeing, data_url(data, media_type))
 
 
-def test_the_pixels_of_all_images_are_bounded(seeing: TestClient) -> None:
-    """Ten images may have a tenth of all pixels each."""
+def test_total_pixels_of_a_request_are_bounded(seeing: TestClient) -> None:
+    """Each of ten images may have a tenth of the pixels."""
     wide = bomb(7000, 7000)
     assert "damaged" in refused(seeing, data_url(wide))  # alone it is decoded
     urls = [data_url(wide), *(data_url(file_of(picture(seed=seed))) for seed in range(9))]
@@ -184,15 +186,15 @@ def test_too_many_images_are_refused_before_they_are_read(
     assert message.startswith("messages[0].content[17] is image 17 of the request, which may have")
 
 
-def test_an_operators_own_number_of_images(images: MakeImageContext) -> None:
+def test_operator_can_limit_the_number_of_images(images: MakeImageContext) -> None:
     limited = images(limit_mm_per_prompt='{"image": 1, "video": 0}')
     with TestClient(create_app(limited)) as client:
         assert ask(client, data_url(PNG)).status_code == 200
         assert "may have at most 1" in refused(client, data_url(PNG), data_url(PNG))
 
 
-def test_sizes(images: MakeImageContext) -> None:
-    """Of a body, of the text in it, of one image and of all."""
+def test_body_text_and_image_sizes_are_limited(images: MakeImageContext) -> None:
+    """Limits of a body, its text, one image and all images."""
     config = {"max_media_bytes": 1 << 18, "max_body_bytes": 1 << 15}
     one = file_of(picture(160, 256))  # 120 kB
     three = [data_url(file_of(picture(160, 192, seed))) for seed in range(3)]  # 270 kB
@@ -215,8 +217,8 @@ def test_only_endpoints_with_images_take_larger_bodies(images: MakeImageContext)
     assert answer.status_code == 413
 
 
-def test_a_large_image_beside_an_emoji(images: MakeImageContext) -> None:
-    """Text above U+FFFF takes four bytes for each character, and only its own text counts."""
+def test_image_bytes_do_not_count_as_wide_text(images: MakeImageContext) -> None:
+    """Text with a character above U+FFFF takes four bytes per character; images do not count."""
     url = "data:image/png;base64," + base64.b64encode(bytes(9 << 20)).decode()
     with TestClient(create_app(images())) as client:
         answer = ask(client, url, text="\N{FOX FACE}")
@@ -225,7 +227,7 @@ def test_a_large_image_beside_an_emoji(images: MakeImageContext) -> None:
         assert answer.status_code == 413 and "above U+FFFF" in answer.text
 
 
-def test_more_tokens_than_the_model_takes(
+def test_too_many_image_tokens_are_refused(
     seeing: TestClient, context: ApiContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PreparedMedia, "num_tokens", 300)
@@ -233,7 +235,7 @@ def test_more_tokens_than_the_model_takes(
     assert "the images have 600 tokens, and max_model_len is 512" in message
 
 
-def test_without_room_for_decoding_a_request_may_come_again(
+def test_busy_image_decoder_is_a_503_with_retry_after(
     seeing: TestClient, context: ApiContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def busy(data: bytes, max_pixels: int | None = None) -> PreparedMedia:
@@ -245,7 +247,9 @@ def test_without_room_for_decoding_a_request_may_come_again(
     assert json.loads(answer.text)["error"]["message"].startswith("too many images wait")
 
 
-def test_open_requests_hold_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_bytes_and_reads_of_open_requests_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(request_images, "MAX_OPEN_BYTES", 2 * len(PNG))
     monkeypatch.setattr(request_images, "MAX_READS", 2)
     messages = [{"role": "user", "content": [chat_part(data_url(PNG))]}]
@@ -274,7 +278,7 @@ async def _opened(reader: ImageReader, messages: list[Any]) -> None:
         pass
 
 
-def test_an_animation_is_its_first_frame(seeing: TestClient) -> None:
+def test_animated_gif_is_accepted(seeing: TestClient) -> None:
     frames = [picture(seed=seed) for seed in range(3)]
     data = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert Image.open(io.BytesIO(data)).n_frames == 3  # type: ignore[attr-defined]

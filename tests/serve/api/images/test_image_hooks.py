@@ -1,4 +1,4 @@
-"""Hooks see the digests of images, and may remove images; batches hold images as well."""
+"""Hooks see image digests and may reorder or remove images; batches may contain images."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ Change = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 class Watcher:
-    """Keeps what it is shown, and changes the parts of the last message."""
+    """A hook that records requests, and changes the parts of their only message."""
 
     def __init__(self) -> None:
         self.seen: list[HookRequest] = []
@@ -60,7 +60,7 @@ def server(images: MakeImageContext) -> Iterator[tuple[Watcher, TestClient, Fake
 def watched(
     server: tuple[Watcher, TestClient, FakeClient],
 ) -> tuple[Watcher, TestClient, FakeClient]:
-    """A server with a hook that has seen and changes nothing yet."""
+    """The server, with its hook reset: nothing recorded, nothing changed."""
     server[0].seen, server[0].change = [], list
     return server
 
@@ -69,7 +69,7 @@ def ask(client: TestClient) -> Any:
     return client.post("/v1/chat/completions", json=BODY)
 
 
-def test_hooks_see_digests(watched: tuple[Watcher, TestClient, FakeClient]) -> None:
+def test_hooks_see_image_digests(watched: tuple[Watcher, TestClient, FakeClient]) -> None:
     watcher, client, engine = watched
     assert ask(client).status_code == 200
     digests = [hashlib.sha256(data).hexdigest() for data in (PNG, JPEG)]
@@ -85,7 +85,7 @@ def test_hooks_see_digests(watched: tuple[Watcher, TestClient, FakeClient]) -> N
     [(lambda parts: parts[:2], [0]), (lambda parts: parts[::-1], [1, 0]),
      (lambda parts: [*parts, parts[1]], [0, 1, 0]), (lambda parts: parts[:1], [])],
 )  # fmt: skip
-def test_hooks_may_change_the_images(
+def test_hooks_may_reorder_repeat_and_remove_images(
     watched: tuple[Watcher, TestClient, FakeClient], change: Change, order: list[int]
 ) -> None:
     watcher, client, engine = watched
@@ -96,7 +96,7 @@ def test_hooks_may_change_the_images(
     assert [item.digest for item in engine.requests[-1].media] == [digests[at] for at in order]
 
 
-def test_a_hook_cannot_bring_an_image(watched: tuple[Watcher, TestClient, FakeClient]) -> None:
+def test_hook_cannot_add_an_unknown_image(watched: tuple[Watcher, TestClient, FakeClient]) -> None:
     watcher, client, _ = watched
     watcher.change = lambda parts: [*parts, {"type": "image", "sha256": "0" * 64}]
     answer = ask(client)
@@ -105,10 +105,10 @@ def test_a_hook_cannot_bring_an_image(watched: tuple[Watcher, TestClient, FakeCl
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
-def test_a_fork_never_computes_the_tokens_of_images_as_text(
+def test_fork_never_computes_image_tokens_as_text(
     images: MakeImageContext, monkeypatch: pytest.MonkeyPatch, is_changed: bool
 ) -> None:
-    """A hook changes its beginning, or the engine has lost its source."""
+    """Either a hook changes the prompt, or the engine no longer has the source's images."""
 
     class Changer:
         def before_admission(self, request: HookRequest) -> HookRequest:
@@ -131,7 +131,7 @@ def test_a_fork_never_computes_the_tokens_of_images_as_text(
     assert text in answer.json()["error"]["message"]
 
 
-def test_a_batch(images: MakeImageContext, tmp_path: Path) -> None:
+def test_batch_lines_may_contain_images(images: MakeImageContext, tmp_path: Path) -> None:
     bodies = [BODY, BODY | {"messages": [{"role": "user", "content": [{"type": "image_pil"}]}]}]
     lines = [
         {"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body}

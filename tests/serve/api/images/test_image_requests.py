@@ -33,7 +33,7 @@ def base64_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def asked(context: ApiContext) -> Request:
+def last_request(context: ApiContext) -> Request:
     """Return the request that the engine got last."""
     client = context.client
     assert isinstance(client, FakeClient)
@@ -41,7 +41,7 @@ def asked(context: ApiContext) -> Request:
 
 
 def check_items(request: Request, sizes: list[int]) -> None:
-    """Check that the items have so many tokens, which stand where the prompt has placeholders."""
+    """Check the items' token counts, and that their spans are the prompt's placeholders."""
     assert [item.num_tokens for item in request.media] == sizes
     spans = [index for item in request.media for index in range(item.start, item.end)]
     ids = request.prompt_token_ids
@@ -53,39 +53,39 @@ def chat(content: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 2} | fields
 
 
-def test_chat_completions(seeing: TestClient, context: ApiContext) -> None:
+def test_chat_completions_take_images(seeing: TestClient, context: ApiContext) -> None:
     parts = [
         chat_part(data_url(SMALL), detail="low"), QUESTION,
-        {"type": "image_url", "image_url": data_url(LARGE)},  # as vLLM takes it
+        {"type": "image_url", "image_url": data_url(LARGE)},  # the form that vLLM accepts
         {"image_url": {"url": data_url(JPEG, "image/jpeg")}, "uuid": "u"},
     ]  # fmt: skip
     answer = seeing.post("/v1/chat/completions", json=chat(parts))
     assert answer.status_code == 200, answer.text
-    check_items(asked(context), [1, 6, 1])
-    assert answer.json()["usage"]["prompt_tokens"] == len(asked(context).prompt_token_ids)
+    check_items(last_request(context), [1, 6, 1])
+    assert answer.json()["usage"]["prompt_tokens"] == len(last_request(context).prompt_token_ids)
 
 
-def test_the_same_image_twice_has_the_same_digest(seeing: TestClient, context: ApiContext) -> None:
+def test_equal_images_have_equal_digests(seeing: TestClient, context: ApiContext) -> None:
     parts = [chat_part(data_url(data)) for data in (SMALL, JPEG, SMALL)]
     assert seeing.post("/v1/chat/completions", json=chat(parts)).status_code == 200
-    first, second, third = (item.digest for item in asked(context).media)
+    first, second, third = (item.digest for item in last_request(context).media)
     assert first == third != second
 
 
-def test_a_streamed_answer(seeing: TestClient, context: ApiContext) -> None:
+def test_streamed_chat_takes_images(seeing: TestClient, context: ApiContext) -> None:
     body = chat([chat_part(data_url(LARGE)), QUESTION], stream=True)
     answer = seeing.post("/v1/chat/completions", json=body)
     assert answer.text.endswith("data: [DONE]\n\n")
-    check_items(asked(context), [6])
+    check_items(last_request(context), [6])
 
 
-def test_trl(seeing: TestClient, context: ApiContext) -> None:
-    """Its images count as images, and may make the body as large as in chats."""
+def test_trl_chat_takes_images(seeing: TestClient, context: ApiContext) -> None:
+    """Its images count as image bytes, so that the body may be as large as that of a chat."""
     part = {"type": "image_pil", "image_pil": base64_of(LARGE)}
     body = {"messages": [[{"role": "user", "content": [part, QUESTION]}]], "max_tokens": 2}
     answer = seeing.post("/chat/", json=body)
     assert answer.status_code == 200, answer.text
-    check_items(asked(context), [6])
+    check_items(last_request(context), [6])
     assert image_chars(body) == len(base64_of(LARGE))
     limit = BodyLimit(seeing.app, context)
     scopes = [{"path": path, "method": "POST"} for path in ("/chat/", "/generate/")]
@@ -93,7 +93,7 @@ def test_trl(seeing: TestClient, context: ApiContext) -> None:
     assert tuple(map(limit._max_bytes, scopes)) == sizes and sizes[0] > sizes[1]
 
 
-def test_ollama(seeing: TestClient, context: ApiContext) -> None:
+def test_ollama_takes_images(seeing: TestClient, context: ApiContext) -> None:
     files = [base64_of(SMALL), base64_of(LARGE)]
     message = {"role": "user", "content": "What is on it?", "images": files}
     for path, fields in (
@@ -103,12 +103,14 @@ def test_ollama(seeing: TestClient, context: ApiContext) -> None:
         body = {"stream": False, "options": {"num_predict": 2}} | fields
         answer = seeing.post(path, json=body)
         assert answer.status_code == 200, answer.text
-        check_items(asked(context), [1, 6])
+        check_items(last_request(context), [1, 6])
         assert image_chars(body) == sum(map(len, files))
     assert "vision" in seeing.post("/api/show", json={}).json()["capabilities"]
 
 
-def test_responses(seeing: TestClient, context: ApiContext) -> None:
+def test_responses_take_images_in_messages_and_tool_outputs(
+    seeing: TestClient, context: ApiContext
+) -> None:
     image = {"type": "input_image", "image_url": data_url(LARGE), "detail": "high"}
     content = [image, {"type": "input_text", "text": "What is it?"}]
     call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
@@ -120,16 +122,18 @@ def test_responses(seeing: TestClient, context: ApiContext) -> None:
     body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 2}
     first = seeing.post("/v1/responses", json=body)
     assert first.status_code == 200, first.text
-    check_items(asked(context), [6])
+    check_items(last_request(context), [6])
     body = {"input": [call, output], "previous_response_id": first.json()["id"]}
     second = seeing.post("/v1/responses", json=body | {"max_output_tokens": 2})
     assert second.status_code == 200, second.text
-    check_items(asked(context), [6, 6])
+    check_items(last_request(context), [6, 6])
     items = seeing.get(f"/v1/responses/{first.json()['id']}/input_items").json()["data"]
     assert items[0]["content"] == [image, {"type": "input_text", "text": "What is it?"}]
 
 
-def test_messages(seeing: TestClient, context: ApiContext) -> None:
+def test_messages_take_images_in_content_and_tool_results(
+    seeing: TestClient, context: ApiContext
+) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64_of(LARGE)}
     image = {"type": "image", "source": source}
     result = {"type": "tool_result", "tool_use_id": "t", "is_error": True, "content": [image]}
@@ -142,12 +146,12 @@ def test_messages(seeing: TestClient, context: ApiContext) -> None:
     body = {"messages": messages, "max_tokens": 2}
     answer = seeing.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
-    check_items(asked(context), [6, 6, 6])
+    check_items(last_request(context), [6, 6, 6])
     counted = seeing.post("/v1/messages/count_tokens", json={"messages": messages})
-    assert counted.json() == {"input_tokens": len(asked(context).prompt_token_ids)}
+    assert counted.json() == {"input_tokens": len(last_request(context).prompt_token_ids)}
 
 
-def test_tokenize_counts_the_tokens_of_images(seeing: TestClient) -> None:
+def test_tokenize_counts_image_tokens(seeing: TestClient) -> None:
     def count(content: Any, **fields: Any) -> int:
         found = seeing.post("/tokenize", json=chat(content) | fields).json()
         return int(found["count"])
@@ -157,7 +161,7 @@ def test_tokenize_counts_the_tokens_of_images(seeing: TestClient) -> None:
     assert count([*text, chat_part(data_url(LARGE))], add_special_tokens=True) == count(text) + 6
 
 
-def test_models_say_whether_they_take_images(seeing: TestClient, api: TestClient) -> None:
+def test_model_card_reports_vision(seeing: TestClient, api: TestClient) -> None:
     for client, expected in ((seeing, True), (api, False)):
         [card] = client.get("/v1/models").json()["data"]
         assert card["capabilities"] == {"vision": expected}
@@ -186,20 +190,20 @@ WRONG: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("part", "field", "words"), WRONG)
-def test_a_wrong_part_is_named(seeing: TestClient, part: Any, field: str, words: str) -> None:
+def test_errors_name_the_wrong_part(seeing: TestClient, part: Any, field: str, words: str) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [QUESTION, part]}]
     error = seeing.post("/v1/chat/completions", json={"messages": messages}).json()["error"]
     assert error["param"] == f"messages[1].content[1].{field}"
     assert error["message"].startswith(error["param"]) and words in error["message"]
 
 
-def test_an_unknown_part_is_refused_with_the_known_ones(seeing: TestClient) -> None:
+def test_unknown_part_is_refused_with_the_known_ones(seeing: TestClient) -> None:
     answer = seeing.post("/v1/chat/completions", json=chat([QUESTION, {"type": "picture"}]))
     message = answer.json()["error"]["message"]
     assert "'picture'" in message and "send text parts, and images as image_url parts" in message
 
 
-def test_other_endpoints_name_their_own_fields(seeing: TestClient) -> None:
+def test_errors_use_the_field_names_of_each_endpoint(seeing: TestClient) -> None:
     broken = data_url(b"no image")
     content = [{"type": "input_image", "image_url": broken}]
     body = {"input": ["Hi", {"role": "user", "content": content}]}
@@ -216,7 +220,7 @@ def test_other_endpoints_name_their_own_fields(seeing: TestClient) -> None:
     assert error["message"].startswith("messages[0].content[0].source.type must be one of base64")
 
 
-def test_a_model_without_a_vision_tower(api: TestClient) -> None:
+def test_model_without_a_vision_tower_refuses_images(api: TestClient) -> None:
     answer = api.post("/v1/chat/completions", json=chat([QUESTION, chat_part(data_url(SMALL))]))
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -224,13 +228,13 @@ def test_a_model_without_a_vision_tower(api: TestClient) -> None:
     assert "this model does not accept images; remove it" in error["message"]
 
 
-def test_a_prompt_with_images_is_not_cut(seeing: TestClient) -> None:
+def test_prompt_with_images_cannot_be_truncated(seeing: TestClient) -> None:
     body = chat([QUESTION, chat_part(data_url(SMALL))], truncate_prompt_tokens=3)
     error = seeing.post("/v1/chat/completions", json=body).json()["error"]
     assert error["param"] == "truncate_prompt_tokens"
 
 
-def test_errors_hold_no_content(seeing: TestClient) -> None:
+def test_errors_do_not_repeat_image_content(seeing: TestClient) -> None:
     secret = base64_of(b"a secret picture" * 40)
     for url in (f"data:image/png;base64,{secret}", f"data:{secret}", secret, f"https://{secret}/"):
         answer = seeing.post("/v1/chat/completions", json=chat([chat_part(url)]))

@@ -47,7 +47,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     engine.client.close()
 
 
-def asked(api: TestClient, **fields: Any) -> dict[str, Any]:
+def post_chat(api: TestClient, **fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": [text_part("see "), PICTURE, text_part(" there")]}]
     common = {"messages": messages, "temperature": 0, "max_tokens": 4, "ignore_eos": True}
     answer = api.post("/v1/chat/completions", json=common | fields)
@@ -56,26 +56,26 @@ def asked(api: TestClient, **fields: Any) -> dict[str, Any]:
     return found
 
 
-def test_the_same_image_is_computed_once(api: TestClient) -> None:
-    first, second = (asked(api, cache_salt="a") for _ in range(2))
+def test_repeated_image_is_a_prefix_hit(api: TestClient) -> None:
+    first, second = (post_chat(api, cache_salt="a") for _ in range(2))
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= second["usage"]["prompt_tokens"] - 4
     assert second["choices"] == first["choices"]
 
 
-def test_a_fork_may_not_begin_inside_an_image(api: TestClient) -> None:
-    asked_id = asked(api, keep_s=60)["id"]
-    tokens = api.get(f"/v1/requests/{asked_id}/tokens").json()["token_ids"]
+def test_fork_cannot_start_inside_an_image(api: TestClient) -> None:
+    source_id = post_chat(api, keep_s=60)["id"]
+    tokens = api.get(f"/v1/requests/{source_id}/tokens").json()["token_ids"]
     inside = next(i for i in range(len(tokens)) if len(set(tokens[i : i + 4])) == 1) + 1
     body = {"max_tokens": 2, "at_token": inside}
-    error = api.post(f"/v1/requests/{asked_id}/fork", json=body).json()["error"]
+    error = api.post(f"/v1/requests/{source_id}/fork", json=body).json()["error"]
     assert error["param"] == "at_token"
     assert f"token {inside} is inside the image" in error["message"]
-    whole = asked(api, max_tokens=6)["choices"][0]["message"]["content"]
+    whole = post_chat(api, max_tokens=6)["choices"][0]["message"]["content"]
     body = {"max_tokens": 2, "messages": [{"role": "user", "content": [PICTURE]}]}
-    error = api.post(f"/v1/requests/{asked_id}/fork", json=body).json()["error"]
+    error = api.post(f"/v1/requests/{source_id}/fork", json=body).json()["error"]
     assert error["message"].startswith("messages[0] has a part of type 'image_url', which is not")
     more = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    forked = api.post(f"/v1/requests/{asked_id}/fork", json=more).json()["choices"][0]["text"]
+    forked = api.post(f"/v1/requests/{source_id}/fork", json=more).json()["choices"][0]["text"]
     assert forked and whole.endswith(forked)

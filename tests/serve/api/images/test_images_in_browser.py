@@ -17,7 +17,7 @@ from tests.serve.api.images.conftest import file_of, image_context, picture
 from tests.support.serve.fake_client import FakeClient
 
 sync_api = pytest.importorskip("playwright.sync_api")
-MOST_MS = 30_000
+TIMEOUT_MS = 30_000
 WITH_IMAGES = "Add images or text files"  # title of the button if the model reads images
 PNG = file_of(picture(56, 56))
 LARGE = file_of(picture(20, 3000, 1))
@@ -55,14 +55,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def context(server_context: ApiContext) -> ApiContext:
-    """Of a server that takes images, over the engine of the server that takes none."""
+    """A context that takes images, over the engine of the server that takes none."""
     assert isinstance(server_context.client, FakeClient)
     return image_context(server_context.client.engine)
 
 
 def opened(browser: Any, url: str) -> Any:
     page = browser.new_context(reduced_motion="reduce").new_page()
-    page.set_default_timeout(MOST_MS)
+    page.set_default_timeout(TIMEOUT_MS)
     page.goto(url)
     page.wait_for_selector("#model option", state="attached")
     return page
@@ -72,7 +72,9 @@ def give(page: Any, kind: str, data: bytes, name: str = "a.png", type: str = "im
     page.evaluate(GIVE, [kind, name, type, base64.b64encode(data).decode()])
 
 
-def test_images_in_a_conversation(browser: Any, context: ApiContext, tmp_path: Path) -> None:
+def test_images_are_attached_removed_sent_and_stored(
+    browser: Any, context: ApiContext, tmp_path: Path
+) -> None:
     path = tmp_path / "chosen.png"
     path.write_bytes(PNG)
     client = context.client
@@ -107,12 +109,12 @@ def test_images_in_a_conversation(browser: Any, context: ApiContext, tmp_path: P
         page.get_by_role("button", name="Edit", exact=True).click()
         assert page.locator(".editing img").count() == 2
         page.get_by_role("button", name="Cancel", exact=True).click()
-        # The end of the conversation stays in sight where the tray takes room from it.
+        # The end of the conversation stays in view when the tray of images appears.
         page.set_viewport_size({"width": 800, "height": 360})
         give(page, "paste", PNG)
         page.wait_for_function(AT_END)
         page.get_by_role("button", name="Remove image 1", exact=True).click()
-        # They are stored, and sent again with the next question.
+        # The images are stored, and sent again with the next question.
         page.reload()
         shown.nth(1).wait_for()
         page.wait_for_selector("#model option", state="attached")
@@ -125,7 +127,9 @@ def test_images_in_a_conversation(browser: Any, context: ApiContext, tmp_path: P
 
 
 @pytest.mark.slow
-def test_images_go_first_where_the_browser_has_no_room(browser: Any, context: ApiContext) -> None:
+def test_oldest_images_are_dropped_if_browser_storage_is_full(
+    browser: Any, context: ApiContext
+) -> None:
     with serving(context) as url:
         page = opened(browser, url)
         page.wait_for_selector(f"button[title^='{WITH_IMAGES}']")
@@ -142,7 +146,7 @@ def test_images_go_first_where_the_browser_has_no_room(browser: Any, context: Ap
         page.context.close()
 
 
-def test_a_model_that_takes_none(browser: Any, server_url: str) -> None:
+def test_page_refuses_images_for_a_text_model(browser: Any, server_url: str) -> None:
     page = opened(browser, server_url)
     page.wait_for_selector("[data-state=ready]")
     assert "does not read images" in str(

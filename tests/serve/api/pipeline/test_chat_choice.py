@@ -21,18 +21,18 @@ from quire.serve.pipeline.requests import PromptJob
 from tests.support.serve.direct_engine import twin
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-ASKED = RequestedAnswer(AnswerFormat(HERMES, THINK), (Tool("f"),))
+REQUESTED = RequestedAnswer(AnswerFormat(HERMES, THINK), (Tool("f"),))
 
 
 class Answering:
-    """A choice, and the text of an answer on its way to it."""
+    """A chat choice that turns the text of a response into JSON."""
 
     def __init__(self, **fields: Any) -> None:
         self.tokenizer = twin().renderer.tokenizer
         body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **fields)
         job = PromptJob(RenderedPrompt([1]), Request("r", [1], SamplingParams(), 0))
         self.usage = UsageCounter(1, num_reasoning=0)
-        parsed = parsed_answer(ASKED, body, self.tokenizer, SamplingParams(), [])
+        parsed = parsed_answer(REQUESTED, body, self.tokenizer, SamplingParams(), [])
         plan = ChatPlan(body, "r", "demo", "")
         names = TokenNames(self.tokenizer, False) if body.logprobs else None
         self.choice = ChatChoice(0, plan, job, names, self.usage, parsed)
@@ -47,8 +47,8 @@ class Answering:
 
     def deltas(self, text: str) -> list[dict[str, Any]]:
         token_ids, found = self.tokenizer.encode(text), []
-        for place, token_id in enumerate(token_ids, start=1):
-            reason = "stop" if place == len(token_ids) else None
+        for number, token_id in enumerate(token_ids, start=1):
+            reason = "stop" if number == len(token_ids) else None
             chunks = self.choice.chunks(*self.output([token_id], reason))
             found += [choice for chunk in chunks for choice in chunk["choices"]]
         return found
@@ -62,7 +62,7 @@ def joined(choices: list[dict[str, Any]], name: str) -> str:
     return "".join(choice["delta"].get(name) or "" for choice in choices)
 
 
-def test_a_whole_answer() -> None:
+def test_whole_response_has_reasoning_content_and_calls() -> None:
     answering = Answering()
     choice = answering.whole(f"<think>\nhm, x\n</think>\n\nI call.\n{CALL}")
     message = choice["message"]
@@ -74,7 +74,7 @@ def test_a_whole_answer() -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_an_answer_in_pieces() -> None:
+def test_streamed_response_has_reasoning_content_and_calls() -> None:
     answering = Answering(stream=True)
     choices = answering.deltas(f"<think>\nhm, x\n</think>\n\nI call.\n{CALL}")
     assert joined(choices, "reasoning") == joined(choices, "reasoning_content") == "hm, x"
@@ -90,8 +90,8 @@ def test_an_answer_in_pieces() -> None:
     ("reasoning", "rest"),
     [("<think>\nhm, x\n</think>", "\n\nyes"), ("", "yes"), ("", f"{CALL}"), ("<think>never", "")],
 )
-def test_how_many_tokens_are_reasoning(streams: bool, reasoning: str, rest: str) -> None:
-    """Those up to the one that completes the closing mark."""
+def test_reasoning_tokens_are_counted(streams: bool, reasoning: str, rest: str) -> None:
+    """Tokens count up to the one that completes the closing mark."""
     answering = Answering(stream=streams)
     answering.deltas(reasoning + rest) if streams else answering.whole(reasoning + rest)
     tokenizer = answering.tokenizer
@@ -101,14 +101,14 @@ def test_how_many_tokens_are_reasoning(streams: bool, reasoning: str, rest: str)
     assert answering.num_reasoning == expected
 
 
-def test_reasoning_may_be_left_out() -> None:
+def test_include_reasoning_false_omits_reasoning() -> None:
     answering = Answering(include_reasoning=False)
     message = answering.whole("<think>hm</think>yes")["message"]
     assert (message["content"], "reasoning" in message) == ("yes", False)
     assert answering.num_reasoning > 0
 
 
-def test_a_call_that_a_stop_string_cut_off_is_not_to_be_called() -> None:
+def test_truncated_call_does_not_finish_as_tool_calls() -> None:
     broken = '<tool_call>{"name": "f", "arguments": {"city": "Pa'
     for streams in (False, True):
         answering = Answering(stream=streams)
@@ -116,7 +116,7 @@ def test_a_call_that_a_stop_string_cut_off_is_not_to_be_called() -> None:
         assert choice["finish_reason"] == "stop"
 
 
-def test_what_comes_at_once_keeps_its_order() -> None:
+def test_several_steps_in_one_output_keep_their_order() -> None:
     """A slow reader gets several steps in one output."""
     answering = Answering()
     token_ids = answering.tokenizer.encode(f"One.{CALL}Two.<think>Hm.</think>")

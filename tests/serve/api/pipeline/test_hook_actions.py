@@ -40,11 +40,11 @@ pytestmark = pytest.mark.usefixtures("idle")
 
 PAGE = ROOT / "docs" / "extend" / "hooks.md"
 PROMPT = "Once upon a time"
-ASKS = [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": PROMPT})]
+CASES = [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": PROMPT})]
 FILTERED = {"finish_reason": "content_filter", "stop_reason": "not verified"}
 
 
-LONG = 300  # tokens of an answer that is still being generated when a hook acts
+LONG = 300  # tokens, so that generation still runs when a hook acts
 
 
 def text_to(body: dict[str, Any], num_tokens: int = 24) -> str:
@@ -54,7 +54,7 @@ def text_to(body: dict[str, Any], num_tokens: int = 24) -> str:
 
 
 class AtPiece:
-    """A hook that acts at one piece of an answer."""
+    """A hook that acts at one piece of a response."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -68,8 +68,8 @@ class AtPiece:
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(("path", "body"), ASKS)
-def test_a_paused_request_computes_nothing_and_continues_with_the_same_text(
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_paused_request_computes_nothing_and_resumes_unchanged(
     api: TestClient, api_context: ApiContext, path: str, body: dict[str, Any]
 ) -> None:
     scheduler = api_context.client.engine.client.core.scheduler
@@ -92,7 +92,7 @@ def test_a_paused_request_computes_nothing_and_continues_with_the_same_text(
     assert len(known) == 2 and known[0] == known[1]
 
 
-def test_a_pause_that_is_forgotten_ends_by_itself(api: TestClient, api_context: ApiContext) -> None:
+def test_pause_ends_after_its_time(api: TestClient, api_context: ApiContext) -> None:
     class Pausing(AtPiece):
         async def act(self, context: HookContext) -> None:
             context.actions.pause(0.05)
@@ -102,8 +102,8 @@ def test_a_pause_that_is_forgotten_ends_by_itself(api: TestClient, api_context: 
     assert text_by_index(chunks) == {0: text_to({"messages": MESSAGES})}
 
 
-@pytest.mark.parametrize(("path", "body"), ASKS)
-def test_priorities_before_and_after_admission(
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_hook_sets_the_priority_before_and_after_admission(
     api: TestClient, api_context: ApiContext, path: str, body: dict[str, Any]
 ) -> None:
     scheduler = api_context.client.engine.client.core.scheduler
@@ -143,11 +143,11 @@ def test_a_hook_sets_the_priority_of_a_prompt_in_pieces(
 
 
 class Verifier:
-    """Releases an answer if a second request agrees."""
+    """A hook that releases a response if a second request agrees."""
 
     def __init__(self, verdict: str, **params: Any) -> None:
         self.verdict, self.params = verdict, params
-        self.asked: list[str] = []
+        self.replies: list[str] = []
         self.num_admitted = 0
 
     def before_admission(self, request: HookRequest) -> None:
@@ -159,14 +159,14 @@ class Verifier:
         if not piece.is_last:
             return replace(piece, text="")
         question = [{"role": "user", "content": f"Is this fine? {state['text'][:20]}"}]
-        self.asked.append(await piece.context.actions.ask("demo", question, **self.params))
-        if self.verdict not in self.asked[-1]:
+        self.replies.append(await piece.context.actions.ask("demo", question, **self.params))
+        if self.verdict not in self.replies[-1]:
             raise EndRequest("not verified")
         return replace(piece, text=state["text"])
 
 
-@pytest.mark.parametrize(("path", "body"), ASKS)
-def test_a_verifier_releases_an_answer_or_ends_it(
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_verifier_releases_or_ends_the_response(
     api: TestClient, api_context: ApiContext, path: str, body: dict[str, Any]
 ) -> None:
     agreeing = Verifier("", max_tokens=6, temperature=0)
@@ -175,7 +175,7 @@ def test_a_verifier_releases_an_answer_or_ends_it(
     assert shown(post(api, path, body | GREEDY)["choices"][0]) == whole
     assert text_by_index(stream(api, path, body | GREEDY)[0]) == {0: whole}
     question = [{"role": "user", "content": f"Is this fine? {whole[:20]}"}]
-    assert agreeing.asked == [text_of(question, max_tokens=6)] * 2
+    assert agreeing.replies == [text_of(question, max_tokens=6)] * 2
     assert agreeing.num_admitted == 2  # the verifier's own requests pass no hooks
 
     use(api_context, Verifier("never", max_tokens=6, temperature=0))
@@ -185,13 +185,13 @@ def test_a_verifier_releases_an_answer_or_ends_it(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_verifier_of_the_page(api: TestClient, api_context: ApiContext, path: str) -> None:
-    """Two verdicts of a model that must choose one of two words."""
+def test_documented_verifier_works(api: TestClient, api_context: ApiContext, path: str) -> None:
+    """Each verdict that the model may choose is followed."""
     [block] = [each for each in blocks_of(PAGE) if "class Verifier" in each.text]
     page: dict[str, Any] = {}
     exec(block.text, page)
     page["GUARD"] = "demo"
-    body = dict(ASKS)[path] | GREEDY
+    body = dict(CASES)[path] | GREEDY
     found = set()
     for verdicts in (["safe", "unsafe"], ["unsafe"], ["safe"]):
         page["VERDICTS"] = verdicts
@@ -214,7 +214,7 @@ def test_the_verifier_of_the_page(api: TestClient, api_context: ApiContext, path
         {"stream": True},
     ],
 )
-def test_a_verifier_that_cannot_be_asked_fails_the_request(
+def test_invalid_verifier_request_fails_the_request(
     api: TestClient, api_context: ApiContext, params: dict[str, Any]
 ) -> None:
     failures: list[Exception] = []
@@ -236,7 +236,7 @@ def test_a_verifier_that_cannot_be_asked_fails_the_request(
     assert isinstance(failure, RequestError)
 
 
-def test_a_slow_verifier_is_bounded_and_its_request_is_dropped(
+def test_slow_verifier_times_out_and_its_request_is_aborted(
     api: TestClient, api_context: ApiContext
 ) -> None:
     client = api_context.client

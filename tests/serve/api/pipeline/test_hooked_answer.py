@@ -1,4 +1,4 @@
-"""An answer's JSON through hooks: changed parts, withheld parts, and the last report."""
+"""A response's JSON through hooks: changed text, withheld text, and the report of the end."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ SECRET = "swordfish"
 
 
 class Filtering:
-    """Ends requests at the secret, writes other words in capitals, and keeps what it saw."""
+    """A hook that ends requests at the secret, upper-cases other text, and records its input."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, str, str, bool]] = []
@@ -45,7 +45,7 @@ class Calls:
 
 
 class Sentences:
-    """Holds text back until a full stop."""
+    """A hook that withholds text until a full stop."""
 
     def on_output(self, piece: HookPiece) -> HookPiece:
         state = piece.context.state
@@ -59,14 +59,14 @@ def hooked(*hooks: Any, n: int = 1) -> HookedAnswer:
     return HookedAnswer([Hooks(hooks).open("id", "", "m")], [n])
 
 
-def delta(index: int = 0, finish: str | None = None, beside: Json | None = None, **it: Any) -> Json:
+def delta(index: int = 0, finish: str | None = None, extra: Json | None = None, **it: Any) -> Json:
     choice = {"index": index, "delta": it, "logprobs": None, "finish_reason": finish}
-    return {"choices": [choice | (beside or {})]}
+    return {"choices": [choice | (extra or {})]}
 
 
-def text(text: str, finish: str | None = None, index: int = 0, **beside: Any) -> Json:
+def text(text: str, finish: str | None = None, index: int = 0, **extra: Any) -> Json:
     choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
-    return {"choices": [choice | {"stop_reason": None} | beside]}
+    return {"choices": [choice | {"stop_reason": None} | extra]}
 
 
 def call_delta(index: int, arguments: str, name: str = "", call_id: str = "") -> Json:
@@ -76,7 +76,7 @@ def call_delta(index: int, arguments: str, name: str = "", call_id: str = "") ->
 
 
 def streamed(answer: HookedAnswer, *steps: Json) -> list[Json]:
-    """The choices that are sent, each step's chunks by themselves."""
+    """Return the choices that are sent. Each step is passed separately."""
 
     async def main() -> list[Json]:
         sent: list[Json] = []
@@ -92,7 +92,7 @@ def streamed(answer: HookedAnswer, *steps: Json) -> list[Json]:
 # ---- texts in a stream -------------------------------------------------------------------------
 
 
-def test_each_piece_of_content_and_reasoning() -> None:
+def test_hooks_see_each_piece_of_content_and_reasoning() -> None:
     hook = Filtering()
     sent = streamed(
         hooked(hook),
@@ -115,7 +115,7 @@ def test_each_piece_of_content_and_reasoning() -> None:
     ]
 
 
-def test_pieces_of_completions() -> None:
+def test_hooks_see_pieces_of_completions() -> None:
     hook = Filtering()
     answer = hooked(hook, n=2)
     sent = streamed(answer, text("a"), text("b", index=1), text("c", "length"))
@@ -123,18 +123,18 @@ def test_pieces_of_completions() -> None:
     assert hook.seen[-1] == (0, "content", "c", True)
 
 
-def test_a_hook_may_hold_text_back() -> None:
+def test_hook_may_withhold_text() -> None:
     parts = ["One. T", "wo", ".", " Three"]
     pieces = [delta(content=part) for part in parts] + [delta(finish="stop")]
     sent = streamed(hooked(Sentences()), *pieces)
     shown = [choice["delta"].get("content") for choice in sent]
-    assert shown == ["One.", " Two.", " Three"], "chunks with nothing are not sent"
+    assert shown == ["One.", " Two.", " Three"], "empty chunks are not sent"
     assert sent[-1]["finish_reason"] == "stop"
     sent = streamed(hooked(Sentences()), text("One. T"), text("wo"), text("", "stop"))
     assert [choice["text"] for choice in sent] == ["One.", " Two"]
 
 
-def test_an_end_ends_all_choices_and_says_why() -> None:
+def test_end_request_ends_all_choices_with_its_reason() -> None:
     answer = hooked(Filtering(), n=3)
     sent = streamed(
         answer,
@@ -154,19 +154,19 @@ def test_an_end_ends_all_choices_and_says_why() -> None:
     assert sent[-1] == {"index": 0, "text": ""} | end
 
 
-# ---- what stands beside the text ---------------------------------------------------------------
+# ---- logprobs and token ids --------------------------------------------------------------------
 
 
 def logprobs_of(token: str) -> Json:
     return {"content": [{"token": token}], "refusal": None}
 
 
-def test_logprobs_and_ids_wait_for_the_end() -> None:
+def test_logprobs_and_ids_are_withheld_until_the_end() -> None:
     """They may come before their text, which a hook can still refuse."""
     steps = [
-        delta(beside={"logprobs": logprobs_of("a"), "token_ids": [1]}),
-        delta(content="ab", beside={"logprobs": logprobs_of("b"), "token_ids": [2]}),
-        delta(finish="stop", beside={"logprobs": logprobs_of("c"), "token_ids": [3]}),
+        delta(extra={"logprobs": logprobs_of("a"), "token_ids": [1]}),
+        delta(content="ab", extra={"logprobs": logprobs_of("b"), "token_ids": [2]}),
+        delta(finish="stop", extra={"logprobs": logprobs_of("c"), "token_ids": [3]}),
     ]
     sent = streamed(hooked(Watching()), *steps)
     assert len(sent) == 2
@@ -176,41 +176,41 @@ def test_logprobs_and_ids_wait_for_the_end() -> None:
     assert sent[1]["logprobs"]["refusal"] is None
 
 
-def test_logprobs_of_completions_wait_too() -> None:
-    beside = [{"tokens": [token], "text_offset": [i]} for i, token in enumerate("ab")]
-    steps = [text("a", logprobs=beside[0]), text("b", "stop", logprobs=beside[1])]
+def test_logprobs_of_completions_are_withheld_until_the_end() -> None:
+    extra = [{"tokens": [token], "text_offset": [i]} for i, token in enumerate("ab")]
+    steps = [text("a", logprobs=extra[0]), text("b", "stop", logprobs=extra[1])]
     sent = streamed(hooked(Watching()), *steps)
     assert sent[1]["logprobs"] == {"tokens": ["a", "b"], "text_offset": [0, 1]}
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_those_of_a_changed_choice_are_dropped(place: int) -> None:
+@pytest.mark.parametrize("changed_at", [0, 1, 2])
+def test_logprobs_and_ids_of_a_changed_choice_are_dropped(changed_at: int) -> None:
     class Changing:
         def on_output(self, piece: HookPiece) -> HookPiece | None:
-            return replace(piece, text="x") if piece.text == str(place) else None
+            return replace(piece, text="x") if piece.text == str(changed_at) else None
 
     steps = [
         delta(
             finish="stop" if i == 2 else None, content=str(i),
-            beside={"logprobs": logprobs_of(str(i)), "token_ids": [i]},
+            extra={"logprobs": logprobs_of(str(i)), "token_ids": [i]},
         )
         for i in range(3)
     ]  # fmt: skip
     sent = streamed(hooked(Changing()), *steps)
-    assert [choice["delta"]["content"] for choice in sent][place] == "x"
+    assert [choice["delta"]["content"] for choice in sent][changed_at] == "x"
     assert all(choice["logprobs"] is None and not choice["token_ids"] for choice in sent)
 
 
-# ---- calls of tools ----------------------------------------------------------------------------
+# ---- tool calls --------------------------------------------------------------------------------
 
 
-def test_calls_are_kept_until_they_are_whole() -> None:
+def test_tool_calls_are_withheld_until_complete() -> None:
     hook = Calls()
     sent = streamed(
         hooked(hook),
         delta(role="assistant", content=""),
         delta(content="Let me see."),
-        delta(tool_calls=[call_delta(0, "", "look", "call_1")], beside={"token_ids": [1]}),
+        delta(tool_calls=[call_delta(0, "", "look", "call_1")], extra={"token_ids": [1]}),
         delta(tool_calls=[call_delta(0, '{"a"')]),
         delta(tool_calls=[call_delta(0, ": 1}"), call_delta(1, "{", "spy", "call_2")]),
         delta(tool_calls=[call_delta(1, '"b": 2}')]),
@@ -228,7 +228,7 @@ def test_calls_are_kept_until_they_are_whole() -> None:
     assert sent[1]["delta"] == {"content": "Let me see."}
 
 
-def test_a_call_that_ends_the_request() -> None:
+def test_hook_may_end_the_request_at_a_tool_call() -> None:
     sent = streamed(
         hooked(Calls()),
         delta(role="assistant", content=""),
@@ -241,13 +241,13 @@ def test_a_call_that_ends_the_request() -> None:
     assert "look" in json.dumps(sent) and "every" not in json.dumps(sent)
 
 
-def test_without_a_hook_for_calls_they_pass_as_they_come() -> None:
+def test_tool_calls_pass_unchanged_without_a_call_hook() -> None:
     step = delta(tool_calls=[call_delta(0, '{"a"', "look", "call_1")])
     expected = json.dumps(step["choices"][0])
     assert json.dumps(streamed(hooked(Filtering()), step)[0]) == expected
 
 
-# ---- answers in one piece ----------------------------------------------------------------------
+# ---- whole responses ---------------------------------------------------------------------------
 
 
 def message(index: int, finish: str = "stop", **fields: Any) -> Json:
@@ -262,7 +262,7 @@ def whole(answer: HookedAnswer, *choices: Json) -> list[Json]:
     return asyncio.run(main())
 
 
-def test_whole_messages() -> None:
+def test_hooks_change_whole_messages() -> None:
     hook = Filtering()
     call = {"id": "c", "type": "function", "function": {"name": "spy", "arguments": '{"a": 1}'}}
     sent = whole(
@@ -278,7 +278,7 @@ def test_whole_messages() -> None:
                          (1, "content", "", True)]  # fmt: skip
 
 
-def test_what_no_hook_changes_keeps_what_stands_beside_it() -> None:
+def test_unchanged_message_keeps_its_logprobs_and_ids() -> None:
     given = message(0, content="yes") | {"token_ids": [1], "logprobs": logprobs_of("yes")}
     expected = json.dumps(given)
     assert json.dumps(whole(hooked(Watching()), given)[0]) == expected
@@ -287,7 +287,7 @@ def test_what_no_hook_changes_keeps_what_stands_beside_it() -> None:
 @pytest.mark.parametrize(
     "make", [lambda i, s: message(i, content=s), lambda i, s: text(s, "stop", i)["choices"][0]]
 )
-def test_the_end_of_a_whole_answer(make: Callable[[int, str], Json]) -> None:
+def test_end_request_ends_the_remaining_whole_choices(make: Callable[[int, str], Json]) -> None:
     choices = [make(0, "fine"), make(1, f"a {SECRET}") | {"logprobs": logprobs_of(SECRET)},
                make(2, "good")]  # fmt: skip
     sent = whole(hooked(Filtering(), n=3), *choices)

@@ -1,4 +1,4 @@
-"""Long texts delay no other request: others are answered while one is rendered."""
+"""Long texts delay no other request, because they are tokenised in threads."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ USER = {"role": "user", "content": "Hello"}
 
 
 class Gate:
-    """Stands for a tokenizer that takes as long as somebody else wants: long texts wait."""
+    """A tokenizer that blocks on long texts until the test opens it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -59,7 +59,7 @@ def gated(make_context: MakeContext) -> tuple[ApiContext, Gate]:
 
 
 @pytest.fixture
-def elsewhere() -> Iterator[ThreadPoolExecutor]:
+def workers() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
 
@@ -78,19 +78,19 @@ def elsewhere() -> Iterator[ThreadPoolExecutor]:
         ),
     ],
 )
-def test_others_are_answered_while_a_long_text_is_worked_on(
+def test_requests_are_served_while_a_long_text_is_tokenised(
     gated: tuple[ApiContext, Gate],
-    elsewhere: ThreadPoolExecutor,
+    workers: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
     path: str,
     body: dict[str, Any],
 ) -> None:
-    """The gate opens only when they have been: a text on the event loop would never end."""
+    """The gate opens only afterwards, so tokenising on the event loop would never end."""
     context, gate = gated
     monkeypatch.setattr(prompts, "MAX_CUT", 10**6)
     monkeypatch.setattr(prompts, "MAX_CHARS_PER_TOKEN", 10**6)
     with TestClient(create_app(context)) as api:
-        slow = elsewhere.submit(api.post, path, json={"model": MODEL} | body)
+        slow = workers.submit(api.post, path, json={"model": MODEL} | body)
         assert gate.is_reached.wait(60)
         assert api.get("/health").status_code == 200
         answer = api.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
@@ -100,16 +100,16 @@ def test_others_are_answered_while_a_long_text_is_worked_on(
         assert slow.result(60).status_code == 200
 
 
-def test_more_than_it_takes_is_sent_away(
-    gated: tuple[ApiContext, Gate], elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+def test_long_texts_beyond_the_limit_get_a_503_with_retry_after(
+    gated: tuple[ApiContext, Gate], workers: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 503 and Retry-After, at once; short prompts are still served."""
+    """They are refused without waiting; short prompts are still served."""
     context, gate = gated
     monkeypatch.setattr(prompts, "MAX_CUT", 10**6)
     monkeypatch.setattr(prompts, "MAX_CHARS_PER_TOKEN", 10**6)
     context.text_threads = TextThreads(max_open_chars=len(LONG))
     with TestClient(create_app(context)) as api:
-        slow = elsewhere.submit(api.post, "/tokenize", json={"prompt": LONG})
+        slow = workers.submit(api.post, "/tokenize", json={"prompt": LONG})
         assert gate.is_reached.wait(60)
         chat = {"messages": [{"role": "user", "content": LONG}]}
         bodies = {"tokenize": {"prompt": LONG}, "v1/completions": {"prompt": LONG}}
@@ -125,10 +125,10 @@ def test_more_than_it_takes_is_sent_away(
         assert api.post("/tokenize", json={"prompt": LONG}).status_code == 200
 
 
-def test_what_is_certainly_too_long_is_not_tokenised(
+def test_certainly_too_long_prompts_are_refused_untokenised(
     gated: tuple[ApiContext, Gate], engine: Engine
 ) -> None:
-    """Nor is what is not cut: the gate never opens."""
+    """The gate never opens, so tokenising one of them would never end."""
     context, gate = gated
     with TestClient(create_app(context)) as api:
         for path, body in (
@@ -147,19 +147,19 @@ def test_what_is_certainly_too_long_is_not_tokenised(
     assert not gate.is_reached.is_set()
 
 
-def test_a_chat_of_few_long_messages_is_measured_on_the_loop(
+def test_chat_length_is_measured_without_a_thread(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = make_context()
     with TestClient(create_app(context)) as api:
-        monkeypatch.setattr(context.text_threads, "run", None)  # no thread is asked
+        monkeypatch.setattr(context.text_threads, "run", None)  # a thread would fail
         body = {"messages": [USER | {"content": LONG}] * 20}
         answer = api.post("/v1/chat/completions", json=body)
         assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_prompt_just_short_enough_is_served(api: TestClient, api_context: ApiContext) -> None:
-    """The longest token over and over: many characters, few tokens."""
+    """The longest token many times: many characters, few tokens."""
     tokenizer = api_context.renderer.tokenizer
     assert tokenizer is not None
     token = max((tokenizer.decode([i]) for i in range(tokenizer.vocab_size)), key=len)
@@ -171,8 +171,8 @@ def test_a_prompt_just_short_enough_is_served(api: TestClient, api_context: ApiC
     assert answer.json()["usage"]["prompt_tokens"] == count
 
 
-def test_others_have_their_turn_between_many_short_prompts(make_context: MakeContext) -> None:
-    """Each of them is worked on at once, but 256 of them are as long as a long one."""
+def test_event_loop_runs_between_many_short_prompts(make_context: MakeContext) -> None:
+    """Each is tokenised on the event loop, but 256 of them are as long as a long text."""
     context = make_context()
     tokenizer, turns, seen = context.renderer.tokenizer, list[int](), list[int]()
     assert tokenizer is not None

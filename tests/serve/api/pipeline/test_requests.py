@@ -1,4 +1,4 @@
-"""From a request's fields to SamplingParams, without a server."""
+"""A request's fields become SamplingParams, without a server."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def chat(room: int = 100, **fields: Any) -> SamplingParams:
     return chat_params(ChatCompletionRequest(**CHAT, **fields), DEFAULTS, room)
 
 
-def test_the_request_comes_before_the_models_defaults() -> None:
+def test_request_fields_override_the_models_defaults() -> None:
     params = completion(temperature=0.1, top_k=7)
     assert (params.temperature, params.top_p, params.top_k) == (0.1, 0.95, 7)
     assert completion(temperature=None).temperature == 0.6
@@ -43,7 +43,9 @@ def test_the_request_comes_before_the_models_defaults() -> None:
     ("given", "room", "length"),
     [(None, 100, 16), (None, 5, 5), (50, 100, 50), (100, 100, 100), (0, 100, 1), (1, 1, 1)],
 )
-def test_the_length_of_a_completion(given: int | None, room: int, length: int) -> None:
+def test_completion_length_defaults_to_16_or_what_fits(
+    given: int | None, room: int, length: int
+) -> None:
     assert completion(room, max_tokens=given).max_tokens == length
 
 
@@ -52,12 +54,12 @@ def test_the_length_of_a_completion(given: int | None, room: int, length: int) -
     [({}, 100), ({"max_tokens": 7}, 7), ({"max_completion_tokens": 8}, 8),
      ({"max_tokens": 7, "max_completion_tokens": 8}, 8)],
 )  # fmt: skip
-def test_the_length_of_an_answer(fields: dict[str, int], length: int) -> None:
-    """The model's own max_new_tokens does not count: absent is the rest of the context."""
+def test_chat_length_defaults_to_what_fits(fields: dict[str, int], length: int) -> None:
+    """The model's own max_new_tokens is ignored; the default is the rest of the context."""
     assert chat(**fields).max_tokens == length
 
 
-def test_lengths_that_do_not_fit() -> None:
+def test_lengths_that_do_not_fit_are_refused() -> None:
     for make, name in ((completion, "max_tokens"), (chat, "max_completion_tokens")):
         with pytest.raises(ApiError, match=f"{name}=101 is too large.*leaves 100") as error:
             make(**{name: 101})
@@ -70,7 +72,7 @@ def test_lengths_that_do_not_fit() -> None:
         completion(min_tokens=17)
 
 
-def test_the_kind_of_output() -> None:
+def test_only_streams_get_deltas() -> None:
     assert completion().output_kind is RequestOutputKind.FINAL_ONLY
     assert completion(stream=True).output_kind is RequestOutputKind.DELTA
     assert chat(stream=True).output_kind is RequestOutputKind.DELTA
@@ -82,31 +84,31 @@ def test_the_kind_of_output() -> None:
      ({"echo": True}, None, None), ({"prompt_logprobs": 3, "logprobs": 0, "echo": True}, 0, 3),
      ({"logprobs": -1, "echo": True, "prompt_logprobs": 1}, -1, -1)],
 )  # fmt: skip
-def test_logprobs_of_completions(
+def test_completion_logprobs_become_params(
     fields: dict[str, Any], logprobs: int | None, prompt_logprobs: int | None
 ) -> None:
     params = completion(**fields)
     assert (params.logprobs, params.prompt_logprobs) == (logprobs, prompt_logprobs)
 
 
-def test_logprobs_of_chat() -> None:
+def test_chat_logprobs_become_params() -> None:
     assert chat().logprobs is None
     assert chat(logprobs=True).logprobs == 0
     assert chat(logprobs=True, top_logprobs=4).logprobs == 4
     assert chat(logprobs=False, top_logprobs=0).logprobs is None
 
 
-def test_one_stop_string_is_a_list() -> None:
+def test_single_stop_string_becomes_a_list() -> None:
     assert completion(stop="a").stop == ["a"]
     assert completion(stop=["a", "b"]).stop == ["a", "b"]
 
 
-def test_fields_of_the_same_name_exist_on_both_sides() -> None:
+def test_shared_fields_exist_on_both_sides() -> None:
     assert set(SAME) <= set(SamplingParams.__struct_fields__)
     assert set(SAME) <= set(GenerationRequest.model_fields)
 
 
-def test_neutral_rules_are_about_fields_that_exist() -> None:
+def test_neutral_rules_match_the_described_fields() -> None:
     fields = [
         field
         for kind in (CompletionRequest, ChatCompletionRequest)
@@ -117,7 +119,7 @@ def test_neutral_rules_are_about_fields_that_exist() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-def test_neutral_values_pass_and_others_do_not(name: str) -> None:
+def test_only_neutral_values_are_accepted(name: str) -> None:
     text = name in CompletionRequest.model_fields
     kind: Any = CompletionRequest if text else ChatCompletionRequest
     base = {} if text else CHAT
@@ -129,7 +131,7 @@ def test_neutral_values_pass_and_others_do_not(name: str) -> None:
     assert "something else" in error.value.message
 
 
-def test_cutting_prompts() -> None:
+def test_prompts_are_truncated() -> None:
     prompt = RenderedPrompt(list(range(10)), "text")
 
     def cut(**fields: Any) -> list[int]:
@@ -145,7 +147,7 @@ def test_cutting_prompts() -> None:
     assert truncated(prompt, body, 12).token_ids == list(range(2, 10))
 
 
-def test_room_after_a_prompt() -> None:
+def test_prompt_must_leave_room_for_a_token() -> None:
     prompt = RenderedPrompt(list(range(10)))
     assert room_after(prompt, 11, "prompt") == 1
     with pytest.raises(ApiError, match="10 tokens, and max_model_len is 10") as error:
@@ -153,7 +155,7 @@ def test_room_after_a_prompt() -> None:
     assert (error.value.param, error.value.code) == ("messages", "context_length_exceeded")
 
 
-def test_the_caps() -> None:
+def test_documented_limits_are_unchanged() -> None:
     """Numbers that the documentation and clients rely on."""
     assert (protocol.MAX_STOPS, protocol.MAX_STOP_CHARS) == (16, 512)
     assert (protocol.MAX_LOGIT_BIAS, protocol.MAX_BAD_WORDS) == (1024, 256)

@@ -51,7 +51,7 @@ def complete(api: TestClient, **fields: Any) -> dict[str, Any]:
         ({"prompt_cache_retention": "24h"}, 86400),
     ],
 )
-def test_a_hint_retains_a_request(
+def test_caching_hint_retains_the_request(
     api: TestClient, api_context: ApiContext, hint: dict[str, str], keep_s: float
 ) -> None:
     chat = {"messages": [HELLO], "max_tokens": 2} | hint
@@ -65,7 +65,9 @@ def test_a_hint_retains_a_request(
         assert last.keep_s == keep_s and keep_s - 60 < last.expires_in_s <= keep_s
 
 
-def test_without_a_hint_nothing_is_retained(api: TestClient, api_context: ApiContext) -> None:
+def test_request_without_a_usable_hint_is_not_retained(
+    api: TestClient, api_context: ApiContext
+) -> None:
     for fields in (
         {}, {"prompt_cache_key": None}, {"prompt_cache_key": "a", "max_tokens": 0},
         {"prompt_cache_key": "a", "best_of": 2, "temperature": 1},
@@ -77,9 +79,7 @@ def test_without_a_hint_nothing_is_retained(api: TestClient, api_context: ApiCon
     assert [each.keep_s for each in retained(api_context)] == [5]
 
 
-def test_the_usage_of_a_response_counts_what_is_written(
-    api: TestClient, api_context: ApiContext
-) -> None:
+def test_responses_usage_counts_cache_writes(api: TestClient, api_context: ApiContext) -> None:
     api.post("/reset_prefix_cache")
     body = {"input": STORY, "max_output_tokens": 2, "prompt_cache_key": "a"}
     first, again = (api.post("/v1/responses", json=body).json()["usage"] for _ in range(2))
@@ -90,7 +90,7 @@ def test_the_usage_of_a_response_counts_what_is_written(
     assert details["cached_tokens"] > 0
 
 
-def test_a_request_replaces_the_last_one_of_its_key(
+def test_request_replaces_the_last_one_of_its_cache_key(
     api: TestClient, api_context: ApiContext
 ) -> None:
     first = complete(api, prompt_cache_key="a")
@@ -107,7 +107,7 @@ def test_a_request_replaces_the_last_one_of_its_key(
     assert len(retained(api_context)) == 6
 
 
-def test_the_oldest_are_released_beyond_a_number(
+def test_oldest_retained_requests_are_released_beyond_the_limit(
     api: TestClient, api_context: ApiContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "MAX_RETAINED", 2)
@@ -117,7 +117,7 @@ def test_the_oldest_are_released_beyond_a_number(
 
 
 class FakeClient:
-    """A client that notes what is released. is_dead: its engine has ended."""
+    """A client that records the released requests. is_dead: its engine has ended."""
 
     def __init__(self, is_dead: bool = False) -> None:
         self.is_dead = is_dead
@@ -131,7 +131,7 @@ class FakeClient:
         self.released.append(request_id)
 
 
-def test_a_dead_engine_does_not_break_the_requests_of_others(
+def test_dead_engine_does_not_break_requests_of_other_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retention, "MAX_RETAINED", 1)
@@ -147,7 +147,7 @@ def test_a_dead_engine_does_not_break_the_requests_of_others(
     assert client.released == ["1"]
 
 
-def test_requests_of_one_key_that_end_together_leave_one() -> None:
+def test_concurrent_requests_of_one_cache_key_leave_one_retained() -> None:
     client = FakeClient()
 
     async def run() -> None:
@@ -159,7 +159,7 @@ def test_requests_of_one_key_that_end_together_leave_one() -> None:
     assert sorted(client.released) == ["0", "1", "2"]
 
 
-def test_a_request_beyond_the_limit_is_answered_all_the_same(
+def test_request_beyond_the_retention_limit_is_still_served(
     api: TestClient, api_context: ApiContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = complete(api)["choices"][0]["text"]
@@ -172,17 +172,17 @@ def test_a_request_beyond_the_limit_is_answered_all_the_same(
     assert any(each.id.startswith(found["id"]) for each in retained(api_context))
     monkeypatch.setattr(held, "MAX_RETAINED", 1)
     assert complete(api, prompt_cache_key="b")["choices"][0]["text"] == plain
-    assert len(retained(api_context)) == 2  # as before
+    assert len(retained(api_context)) == 2  # unchanged
     body = {"prompt": STORY, "keep_s": 60}
-    assert api.post("/v1/completions", json=body).status_code == 503  # a body's own keep_s
+    assert api.post("/v1/completions", json=body).status_code == 503  # an explicit keep_s fails
 
 
-def test_what_fails_is_not_retained(api: TestClient, api_context: Any) -> None:
+def test_failed_request_is_not_retained(api: TestClient, api_context: Any) -> None:
     complete(api, prompt_cache_key="a")
-    [kept] = retained(api_context)
+    [entry] = retained(api_context)
     body = {"prompt": STORY, "prompt_cache_key": "a", "timeout_s": 1e-9}
     assert api.post("/v1/completions", json=body).status_code == 408
-    assert [each.id for each in retained(api_context)] == [kept.id]
+    assert [each.id for each in retained(api_context)] == [entry.id]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def text(content: str = STORY, **fields: Any) -> dict[str, Any]:
         ({"cache_control": MARK, "system": [text("a", cache_control=MARK | {"ttl": "1h"})]}, "1h"),
     ],
 )  # fmt: skip
-def test_marks_retain_a_message_and_the_usage_reports_it(
+def test_marks_retain_a_message_and_usage_reports_it(
     api: TestClient, api_context: ApiContext, fields: dict[str, Any], ttl: str
 ) -> None:
     api.post("/reset_prefix_cache")
@@ -238,8 +238,8 @@ def test_marks_retain_a_message_and_the_usage_reports_it(
     assert usage["cache_creation"] == {
         f"ephemeral_{ttl}_input_tokens": written, f"ephemeral_{other}_input_tokens": 0,
     }  # fmt: skip
-    [kept] = retained(api_context)
-    assert kept.keep_s == {"5m": 300, "1h": 3600}[ttl]
+    [entry] = retained(api_context)
+    assert entry.keep_s == {"5m": 300, "1h": 3600}[ttl]
     streamed = message(api, **fields, stream=True).text.split("\n\n")
     events = [json.loads(each.partition("data: ")[2]) for each in streamed if "data: " in each]
     for usage in (events[0]["message"]["usage"], events[-2]["usage"]):
@@ -248,7 +248,7 @@ def test_marks_retain_a_message_and_the_usage_reports_it(
         assert usage["cache_read_input_tokens"] > 0
 
 
-def test_a_turn_replaces_the_one_before_wherever_the_mark_is(
+def test_next_turn_replaces_the_last_one_wherever_the_mark_is(
     api: TestClient, api_context: ApiContext
 ) -> None:
     first = [{"role": "user", "content": [text(cache_control=MARK)]}]
@@ -264,7 +264,7 @@ def test_a_turn_replaces_the_one_before_wherever_the_mark_is(
     assert len(retained(api_context)) == 2
 
 
-def test_without_a_mark_nothing_is_written(api: TestClient, api_context: ApiContext) -> None:
+def test_message_without_a_mark_is_not_retained(api: TestClient, api_context: ApiContext) -> None:
     usage = message(api).json()["usage"]
     assert usage["cache_creation_input_tokens"] == 0 and usage["cache_creation"] is None
     assert retained(api_context) == []

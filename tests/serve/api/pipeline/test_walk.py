@@ -1,4 +1,4 @@
-"""The walk of a request from its route to the engine goes one way: no file is entered twice."""
+"""A request passes from its route to the engine without entering any file twice."""
 
 import asyncio
 import sys
@@ -21,19 +21,19 @@ from quire.serve.responses.routes import create_response
 from quire.serve.sglang.routes import generate as sglang_generate
 
 ROOM = str(Path(quire.serve.__file__).parent)
-SHARED = "responses/store.py"  # an object of the process, as the context is
+SHARED = "responses/store.py"  # a process-wide object, like the context
 FOLDERS = ("bodies", "openai", "anthropic", "responses", "ollama", "llamacpp", "sglang", "lmstudio",
            "pipeline")  # fmt: skip
 MESSAGE = {"role": "user", "content": "Hello"}
 
 
 class Walk:
-    """Notes the files of `serve` whose functions are called, between a route and the engine."""
+    """Records the files of `serve` that are entered between a route and the engine."""
 
     def __init__(self, route: CodeType) -> None:
         self.files: list[str] = []
         self._route = route
-        self._frames: set[FrameType] = set()  # a coroutine that resumes is no new call
+        self._frames: set[FrameType] = set()  # a resumed coroutine is not a new call
         self._is_on = False
 
     def see(self, frame: FrameType, event: str, _: Any) -> None:
@@ -69,7 +69,7 @@ class Walk:
 def test_no_file_is_entered_twice(
     api: TestClient, route: FunctionType, path: str, body: dict[str, Any], length: int
 ) -> None:
-    api.get("/health")  # the first request of an app makes its routes
+    api.get("/health")  # the first request of an app builds its routes
     app, walk = api.app, Walk(route.__code__)
     length_name = "max_output_tokens" if route is create_response else "max_tokens"
 
@@ -84,6 +84,6 @@ def test_no_file_is_entered_twice(
 
     response = asyncio.run(post())
     assert response.status_code == 200, response.text
-    again = [name for place, name in enumerate(walk.files) if name in walk.files[:place]]
+    again = [name for index, name in enumerate(walk.files) if name in walk.files[:index]]
     assert not again, " ".join(walk.files)
     assert len(walk.files) >= length and walk.files[-1] == "pipeline/answer.py", walk.files

@@ -1,4 +1,4 @@
-"""Responses in the background: read while they run, followed, ended; and what they may not do."""
+"""Background responses: read while they run, followed, cancelled, deleted, and limited."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ GIVEN: Json = {"input": "Tell me a story.", "background": True}
 
 
 @pytest.fixture
-def held(api_context: ApiContext) -> Any:
+def paused_client(api_context: ApiContext) -> Any:
     """The client of an engine that takes no steps until it is released."""
     client: Any = api_context.client
     client.hold()
@@ -39,14 +39,14 @@ def read(api: TestClient, response_id: str) -> Json:
     return checked(answer.json())
 
 
-def test_it_is_read_until_it_is_over(api: TestClient, held: Any) -> None:
+def test_background_response_can_be_read_until_it_ends(api: TestClient, paused_client: Any) -> None:
     found = asked(api, **GIVEN)
     assert (found["status"], found["output"], found["background"]) == ("queued", [], True)
     assert read(api, found["id"])["status"] == "queued"
     error = error_of(api, input="x", previous_response_id=found["id"])
     assert error["code"] == "previous_response_not_finished"
     assert api.get(f"{PATH}/{found['id']}/input_items").status_code == 400
-    held.release()
+    paused_client.release()
     wait_until(lambda: read(api, found["id"])["status"] == "incomplete")
     done = read(api, found["id"])
     whole = asked(api, input="Tell me a story.")
@@ -55,24 +55,26 @@ def test_it_is_read_until_it_is_over(api: TestClient, held: Any) -> None:
     assert api.get(f"{PATH}/{found['id']}?stream=true").status_code == 400
 
 
-def test_a_stream_can_be_read_again(api: TestClient) -> None:
+def test_stream_can_be_read_again_from_any_event(api: TestClient) -> None:
     events = streamed(api, **GIVEN)
     kinds = [event["type"] for event in events[:3]]
     assert kinds == ["response.created", "response.queued", "response.in_progress"]
     last = events[-1]["response"]
     assert without_chance(read(api, last["id"])) == without_chance(last)
-    for place in (-1, 0, 7):
-        answer = api.get(f"{PATH}/{last['id']}?stream=true&starting_after={place}")
-        assert events_in(answer.text) == events[place + 1 :]
+    for after in (-1, 0, 7):
+        answer = api.get(f"{PATH}/{last['id']}?stream=true&starting_after={after}")
+        assert events_in(answer.text) == events[after + 1 :]
 
 
-def test_it_goes_on_without_its_reader_and_is_followed(api: TestClient, held: Any) -> None:
-    """The response has begun for a client that leaves; another one reads on where it stopped."""
-    held.hold(after_steps=4)
+def test_response_continues_without_a_reader_and_can_be_followed(
+    api: TestClient, paused_client: Any
+) -> None:
+    """Another client follows the stream from a given event."""
+    paused_client.hold(after_steps=4)
     found = asked(api, **GIVEN)
     wait_until(lambda: read(api, found["id"])["status"] == "in_progress")
     with api.stream("GET", f"{PATH}/{found['id']}?stream=true&starting_after=1") as answer:
-        held.release()
+        paused_client.release()
         events = events_in("\n".join(answer.iter_lines()))
     assert events[0]["sequence_number"] == 2
     expected = text_of([{"role": "user", "content": "Tell me a story."}], max_tokens=24)
@@ -80,9 +82,11 @@ def test_it_goes_on_without_its_reader_and_is_followed(api: TestClient, held: An
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
-def test_it_is_ended(api: TestClient, api_context: ApiContext, held: Any, how: str) -> None:
+def test_background_response_can_be_cancelled_or_deleted(
+    api: TestClient, api_context: ApiContext, paused_client: Any, how: str
+) -> None:
     found = asked(api, **GIVEN)
-    wait_until(lambda: held.num_unfinished == 1)
+    wait_until(lambda: paused_client.num_unfinished == 1)
     path = f"{PATH}/{found['id']}"
     if how == "cancel":
         ended = checked(api.post(f"{path}/cancel").json())
@@ -92,22 +96,26 @@ def test_it_is_ended(api: TestClient, api_context: ApiContext, held: Any, how: s
     else:
         assert api.delete(path).json()["deleted"]
         assert api.get(path).status_code == 404
-    assert (held.num_unfinished, held.num_aborted, api_context.num_open) == (0, 1, 0)
-    held.release()
+    assert (paused_client.num_unfinished, paused_client.num_aborted, api_context.num_open) == (
+        0,
+        1,
+        0,
+    )
+    paused_client.release()
 
 
-def test_what_fails_says_so(api: TestClient, held: Any) -> None:
+def test_failed_response_reports_its_error(api: TestClient, paused_client: Any) -> None:
     found = asked(api, **GIVEN)
-    wait_until(lambda: held.num_unfinished == 1)
-    held.fail("no token is left")
+    wait_until(lambda: paused_client.num_unfinished == 1)
+    paused_client.fail("no token is left")
     wait_until(lambda: read(api, found["id"])["status"] == "failed")
     error = read(api, found["id"])["error"]
     assert error["code"] == "invalid_prompt" and "no token is left" in error["message"]
-    held.release()
+    paused_client.release()
 
 
-def test_there_are_so_many_at_most(
-    api: TestClient, held: Any, monkeypatch: pytest.MonkeyPatch
+def test_number_of_background_responses_is_limited(
+    api: TestClient, paused_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "MAX_RUNNING", 1)
     found = asked(api, **GIVEN)
@@ -117,4 +125,4 @@ def test_there_are_so_many_at_most(
     api.post(f"{PATH}/{found['id']}/cancel")
     again = asked(api, **GIVEN)
     api.delete(f"{PATH}/{again['id']}")
-    held.release()
+    paused_client.release()

@@ -1,4 +1,4 @@
-"""Responses that continue retained tokens: the same answers, without rendering or computing the
+"""Responses that continue retained tokens: the same output, without rendering or computing the
 earlier turns again. If the tokens are not retained, or do not fit, all turns are rendered.
 
 Covers `serve/responses/earlier.py`.
@@ -20,7 +20,7 @@ GREEDY = {"model": "demo", "temperature": 0, "max_output_tokens": 24}
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(api_context: ApiContext) -> Iterator[None]:
+def release_retained(api_context: ApiContext) -> Iterator[None]:
     yield
     client: Any = api_context.client
     for held in client.engine.client.held():
@@ -44,7 +44,7 @@ def two_turns(api: TestClient, **first: Any) -> tuple[Any, Any]:
     return one, post(api, input=SECOND, previous_response_id=one["id"])
 
 
-def test_a_turn_goes_on_from_held_tokens(api: TestClient, api_context: ApiContext) -> None:
+def test_turn_continues_retained_tokens(api: TestClient, api_context: ApiContext) -> None:
     _, expected = two_turns(api)
     rendered = last_request(api_context)
     assert rendered.fork is None
@@ -68,7 +68,7 @@ def test_a_turn_goes_on_from_held_tokens(api: TestClient, api_context: ApiContex
         {"input": [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on"}]},
     ],
 )
-def test_what_is_not_the_same_before_is_rendered(
+def test_turn_with_a_changed_beginning_is_rendered(
     api: TestClient, api_context: ApiContext, change: dict[str, Any]
 ) -> None:
     one = post(api, input=FIRST, keep_s=60)
@@ -77,14 +77,14 @@ def test_what_is_not_the_same_before_is_rendered(
     assert last_request(api_context).fork is None
 
 
-def test_what_is_held_no_longer_is_rendered(api: TestClient, api_context: ApiContext) -> None:
+def test_turn_without_retained_tokens_is_rendered(api: TestClient, api_context: ApiContext) -> None:
     one = post(api, input=FIRST, keep_s=60)
     assert api.delete(f"/v1/requests/{one['id']}").status_code == 200
     post(api, input=SECOND, previous_response_id=one["id"])
     assert last_request(api_context).fork is None
 
 
-def test_openai_s_client_goes_on(openai_client: openai.OpenAI) -> None:
+def test_openai_client_continues_retained_responses(openai_client: openai.OpenAI) -> None:
     more: Any = GREEDY | {"extra_body": {"keep_s": 60}}
     one = openai_client.responses.create(input=FIRST, **more)
     other = openai_client.responses.create(input=SECOND, previous_response_id=one.id, **more)

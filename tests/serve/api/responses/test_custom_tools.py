@@ -34,7 +34,7 @@ def called(text: str = INPUT, **more: Any) -> Json:
     } | more  # fmt: skip
 
 
-def test_the_model_sees_a_function_with_one_parameter() -> None:
+def test_custom_tool_becomes_a_function_with_one_parameter() -> None:
     function = {"name": "apply_patch", "description": "Edit files.", "parameters": SCHEMA}
     assert chat_tools([PATCH]) == [{"type": "function", "function": function}]
     assert chat_tools([PATCH | {"format": {"type": "text"}}]) == chat_tools([PATCH])
@@ -56,14 +56,14 @@ def test_the_model_sees_a_function_with_one_parameter() -> None:
         (PATCH | {"format": {"type": "grammar", "syntax": "lark"}}, "tools[0].format"),
     ],
 )
-def test_what_is_no_custom_tool(tool: Json, param: str) -> None:
+def test_malformed_custom_tools_are_refused(tool: Json, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         chat_tools([tool])
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("escapes", [True, False])
-def test_the_input_is_read_from_arguments_in_any_pieces(escapes: bool) -> None:
+def test_input_is_read_from_arguments_in_any_pieces(escapes: bool) -> None:
     text = json.dumps({"input": INPUT}, ensure_ascii=escapes)
     for size in range(1, len(text) + 1):
         made = InputText()
@@ -94,14 +94,14 @@ def test_the_input_is_read_from_arguments_in_any_pieces(escapes: bool) -> None:
         ('{"input": "a\\q and much more \\n"}', 'a\\q and much more \\n"}'),
     ],
 )
-def test_arguments_of_other_forms(arguments: str, expected: str) -> None:
+def test_malformed_arguments_are_tolerated(arguments: str, expected: str) -> None:
     for size in (1, 3, 1000):
         made = InputText()
         text = "".join(made.add(arguments[at : at + size]) for at in range(0, len(arguments), size))
         assert text + made.end() == expected
 
 
-def test_a_call_is_an_item_of_its_own_kind() -> None:
+def test_call_becomes_a_custom_tool_call_item() -> None:
     text = json.dumps({"input": INPUT})
     head: Json = {"index": 0, "id": "call_1", "function": {"name": "apply_patch", "arguments": ""}}
     rest = [{"index": 0, "function": {"arguments": each}} for each in (text[:20], text[20:])]
@@ -118,7 +118,7 @@ def test_a_call_is_an_item_of_its_own_kind() -> None:
     assert not any("function_call" in e["type"] for e in events)
 
 
-def test_calls_and_their_outputs_are_messages() -> None:
+def test_calls_and_outputs_become_messages() -> None:
     parts = [{"type": "input_text", "text": "do"}, {"type": "input_text", "text": "ne"}]
     output = {"type": "custom_tool_call_output", "call_id": "call_1", "output": parts}
     items = read([{"role": "user", "content": "x"}, called(), output])
@@ -136,13 +136,13 @@ def test_calls_and_their_outputs_are_messages() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"input": None}, {"name": 5}, {"call_id": None}])
-def test_what_is_no_call(wrong: Json) -> None:
+def test_malformed_calls_are_refused(wrong: Json) -> None:
     with pytest.raises(ApiError) as caught:
         read([called(**wrong)])
     assert caught.value.param == f"input[0].{next(iter(wrong))}"
 
 
-def test_a_custom_tool_is_called_and_its_output_goes_back(api: TestClient) -> None:
+def test_custom_tool_call_and_output_round_trip(api: TestClient) -> None:
     given: Json = {
         "tools": [PATCH | {"format": GRAMMAR}, *TOOLS],
         "tool_choice": {"type": "custom", "name": "apply_patch"},
@@ -159,8 +159,8 @@ def test_a_custom_tool_is_called_and_its_output_goes_back(api: TestClient) -> No
     output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}
     fields: Json = {"tools": TOOLS, "max_output_tokens": 24}
     again = asked(api, input=[{"role": "user", "content": QUESTION}, item, output], **fields)
-    going_on = asked(api, input=[output], previous_response_id=first["id"], **fields)
-    assert again["output"][0]["content"] == going_on["output"][0]["content"]
+    continued = asked(api, input=[output], previous_response_id=first["id"], **fields)
+    assert again["output"][0]["content"] == continued["output"][0]["content"]
     messages = messages_of(None, read([{"role": "user", "content": QUESTION}, item, output]))
     tools = ChatOptions(tools=chat_tools(TOOLS))
     assert again["output"][0]["content"][0]["text"] == (
@@ -168,6 +168,6 @@ def test_a_custom_tool_is_called_and_its_output_goes_back(api: TestClient) -> No
     )
 
 
-def test_tools_of_servers_are_still_refused(api: TestClient) -> None:
+def test_server_side_tools_are_refused(api: TestClient) -> None:
     error = error_of(api, input="x", tools=[PATCH, {"type": "web_search"}])
     assert error["param"] == "tools[1].type" and "function or custom" in error["message"]

@@ -1,4 +1,4 @@
-"""Hooks see a response as they see a chat, and end it as one."""
+"""Hooks change and end responses in the same way as chats."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +27,7 @@ Hooked = Callable[..., TestClient]
 
 @pytest.fixture
 def hooked(make_context: MakeContext) -> Iterator[Hooked]:
-    """Makes a client of a server with these hooks."""
+    """Return a function that makes a client of a server with the given hooks."""
     made: list[tuple[TestClient, Hooks]] = []
 
     def make(*hooks: Any) -> TestClient:
@@ -44,20 +44,20 @@ def hooked(make_context: MakeContext) -> Iterator[Hooked]:
         hooks.close()
 
 
-def test_prompts_are_changed_or_refused(hooked: Hooked) -> None:
+def test_hooks_change_or_refuse_prompts(hooked: Hooked) -> None:
     api = hooked(Prompts())
     assert text_in(asked(api, input="Tell me a war.")) == text_of(STORY, max_tokens=24)
     assert error_of(api, input="A forbidden tale.")["code"] == "content_filter"
 
 
-def test_texts_are_changed(hooked: Hooked) -> None:
+def test_hooks_change_output_text(hooked: Hooked) -> None:
     api = hooked(Upper())
     expected = text_of(STORY, max_tokens=24).upper()
     assert text_in(asked(api, input="Tell me a story.")) == expected
     assert text_in(streamed(api, input="Tell me a story.")[-1]["response"]) == expected
 
 
-def test_an_answer_is_ended(hooked: Hooked) -> None:
+def test_hooks_end_a_response(hooked: Hooked) -> None:
     api = hooked(Ending(after=0))
     last = streamed(api, input="Tell me a story.")[-1]
     assert last["type"] == "response.incomplete"
@@ -67,7 +67,7 @@ def test_an_answer_is_ended(hooked: Hooked) -> None:
     assert api.get(f"{PATH}/{response['id']}").json() == response
 
 
-def test_calls_are_whole(hooked: Hooked) -> None:
+def test_hooks_see_whole_tool_calls(hooked: Hooked) -> None:
     seen: list[Any] = []
 
     class Calls:

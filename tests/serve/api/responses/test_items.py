@@ -1,4 +1,4 @@
-"""Items of an input: what is read of them, what they are as messages, and what is refused.
+"""Items of an input: how they are read, converted to messages, and refused.
 
 Covers `serve/responses/conversation.py`.
 """
@@ -21,7 +21,7 @@ def read(given: Any) -> list[Json]:
     return read_items(given, lambda kind: f"{kind}_{next(numbers)}")
 
 
-def said(text: str, **more: Any) -> Json:
+def assistant(text: str, **more: Any) -> Json:
     part = {"type": "output_text", "text": text, "annotations": []}
     return {"type": "message", "role": "assistant", "content": [part], **more}
 
@@ -31,7 +31,7 @@ def call(number: int, **more: Any) -> Json:
     return head | {"arguments": '{"x": 1}', **more}
 
 
-def thought(*texts: str, **more: Any) -> Json:
+def reasoning(*texts: str, **more: Any) -> Json:
     content = [{"type": "reasoning_text", "text": text} for text in texts]
     return {"type": "reasoning", "id": "rs_0", "summary": [], "content": content, **more}
 
@@ -40,10 +40,11 @@ def result(number: int, output: Any) -> Json:
     return {"type": "function_call_output", "call_id": f"call_{number}", "output": output}
 
 
-def test_a_turn_of_the_assistant_is_one_message() -> None:
+def test_assistant_turn_becomes_one_message() -> None:
     given = [
-        USER, thought("a", "b"), said("I call."), call(1), call(2), result(1, "y"),
-        result(2, [{"type": "input_text", "text": "z"}]), thought("c"), said("Done."), said("!"),
+        USER, reasoning("a", "b"), assistant("I call."), call(1), call(2), result(1, "y"),
+        result(2, [{"type": "input_text", "text": "z"}]), reasoning("c"), assistant("Done."),
+        assistant("!"),
     ]  # fmt: skip
     function = {"name": "f", "arguments": '{"x": 1}'}
     calls = [{"id": f"call_{n}", "type": "function", "function": function} for n in (1, 2)]
@@ -58,7 +59,7 @@ def test_a_turn_of_the_assistant_is_one_message() -> None:
     ]  # fmt: skip
 
 
-def test_instructions_and_a_first_system_message_are_one() -> None:
+def test_instructions_merge_with_a_leading_system_message() -> None:
     system = {"role": "system", "content": "b"}
     assert messages_of("a", read([system, USER])) == [{"role": "system", "content": "a\n\nb"}, USER]
     assert messages_of(None, read([system, USER])) == [system, USER]
@@ -67,17 +68,18 @@ def test_instructions_and_a_first_system_message_are_one() -> None:
     ]  # fmt: skip
 
 
-def test_several_parts_stay_apart() -> None:
+def test_several_parts_stay_separate() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     [message] = messages_of(None, read([{"role": "user", "content": parts}]))
     assert [part["text"] for part in message["content"]] == ["a", "b"]
 
 
-def test_items_have_the_clients_types() -> None:
-    """Those that are listed, whatever else they came with."""
+def test_listed_items_match_the_official_types() -> None:
+    """Whatever other fields the items came with."""
     given = [
-        "x", USER, said("y", phase="final_answer", status="incomplete"), call(1, namespace="n"),
-        result(1, "z"), thought("a", encrypted_content="e", status=None),
+        "x", USER, assistant("y", phase="final_answer", status="incomplete"),
+        call(1, namespace="n"),
+        result(1, "z"), reasoning("a", encrypted_content="e", status=None),
     ]  # fmt: skip
     items = read(given)
     page = {"object": "list", "data": items, "first_id": "", "last_id": "", "has_more": False}
@@ -85,7 +87,7 @@ def test_items_have_the_clients_types() -> None:
     assert [item["id"] for item in items] == ["msg_0", "msg_1", "msg_2", "fc_3", "fco_4", "rs_0"]
 
 
-def test_refusals_and_summaries_are_texts() -> None:
+def test_refusals_and_summaries_become_text() -> None:
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
     summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}
     assert messages_of(None, read([summary, refusal])) == [
@@ -94,12 +96,13 @@ def test_refusals_and_summaries_are_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kept"), [('{"x": ', '{"x": '), ("no JSON", "no JSON"), ("", ""), (None, "{}")]
+    ("arguments", "expected"),
+    [('{"x": ', '{"x": '), ("no JSON", "no JSON"), ("", ""), (None, "{}")],
 )
-def test_arguments_may_be_cut_off(arguments: Any, kept: str) -> None:
-    """What max_tokens has ended comes back as it is, and so does what a model has spoilt."""
+def test_malformed_arguments_are_passed_on(arguments: Any, expected: str) -> None:
+    """max_tokens may have cut them off, or the model may have written invalid JSON."""
     [_, message] = messages_of(None, read([USER, call(1, arguments=arguments)]))
-    assert message["tool_calls"][0]["function"]["arguments"] == kept
+    assert message["tool_calls"][0]["function"]["arguments"] == expected
 
 
 @pytest.mark.parametrize(
@@ -121,11 +124,11 @@ def test_arguments_may_be_cut_off(arguments: Any, kept: str) -> None:
         (call(1, name=None), ".name", "is required"),
         ({"type": "function_call_output", "output": "x"}, ".call_id", "is required"),
         (result(1, None), ".output", "a text or a list"),
-        (thought(encrypted_content="e"), ".encrypted_content", "remove the item"),
+        (reasoning(encrypted_content="e"), ".encrypted_content", "remove the item"),
         ({}, ".id", "is required"),
     ],
 )  # fmt: skip
-def test_what_is_no_item(item: Any, where: str, words: str) -> None:
+def test_malformed_items_are_refused(item: Any, where: str, words: str) -> None:
     with pytest.raises(ApiError) as caught:
         read([USER, item])
     assert caught.value.param == f"input[1]{where}"

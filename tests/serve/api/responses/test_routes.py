@@ -1,4 +1,4 @@
-"""/v1/responses through HTTP: what comes of texts, tools, forms and limits, whole and streamed.
+"""/v1/responses over HTTP: text, tools, structured output and limits, whole and streamed.
 
 Covers `serve/responses/start.py`, `serve/responses/turn.py`, `serve/responses/as_chat.py` and
 `serve/responses/body.py`.
@@ -39,7 +39,7 @@ CHAT_TOOLS = [
 LOGPROBS = "message.output_text.logprobs"
 
 
-def test_a_text_is_a_message_of_the_user(api: TestClient) -> None:
+def test_text_input_is_a_user_message(api: TestClient) -> None:
     found = asked(api, input="Tell me a story.", metadata={"a": "b"}, user="me")
     expected = direct(STORY, max_tokens=24)
     assert text_in(found) == expected.outputs[0].text
@@ -53,20 +53,20 @@ def test_a_text_is_a_message_of_the_user(api: TestClient) -> None:
     assert (found["metadata"], found["user"], found["temperature"]) == ({"a": "b"}, "me", 0.0)
 
 
-def test_the_prompt_is_cached_for_the_next(api: TestClient) -> None:
+def test_repeated_prompt_reports_cached_tokens(api: TestClient) -> None:
     asked(api, input=f"{'word ' * 40}once")
     usage = asked(api, input=f"{'word ' * 40}once")["usage"]
     assert 0 < usage["input_tokens_details"]["cached_tokens"] < usage["input_tokens"]
 
 
-def test_an_answer_that_ends_is_completed(api: TestClient) -> None:
+def test_finished_response_is_completed(api: TestClient) -> None:
     found = asked(api, input="Tell me a story.", stop=" ", max_output_tokens=None)
     assert (found["status"], found["incomplete_details"]) == ("completed", None)
     assert found["completed_at"] >= found["created_at"]
     assert found["output"][0]["status"] == "completed"
 
 
-def test_instructions_are_what_the_system_says(api: TestClient) -> None:
+def test_instructions_and_developer_message_form_the_system_prompt(api: TestClient) -> None:
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
         {"type": "message", "role": "user", "content": "Tell me a story."},
@@ -78,7 +78,7 @@ def test_instructions_are_what_the_system_says(api: TestClient) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "input": QUESTION}])
-def test_a_stream_says_the_same_as_the_whole(api: TestClient, fields: Any) -> None:
+def test_stream_matches_the_whole_response(api: TestClient, fields: Any) -> None:
     given = {"input": "Tell me a story.", "max_output_tokens": 60} | fields
     events = streamed(api, **given)
     kinds = [event["type"] for event in events]
@@ -92,13 +92,13 @@ def test_a_stream_says_the_same_as_the_whole(api: TestClient, fields: Any) -> No
     assert cached[0].keys() == cached[1].keys()
     assert without_chance(last) == whole
     deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
-    assert deltas  # who reads late gets several tokens in one
+    assert deltas  # a slow reader gets several tokens in one delta
     item = last["output"][0]
     assert "".join(deltas) == item.get("arguments", text_in(last))
     assert {event["item_id"] for event in events if "item_id" in event} == {item["id"]}
 
 
-def test_a_function_is_called_and_its_result_goes_back(api: TestClient) -> None:
+def test_function_call_and_result_round_trip(api: TestClient) -> None:
     first = asked(api, input=QUESTION, tools=TOOLS, max_output_tokens=60)
     [call] = first["output"]
     assert (call["type"], call["name"], call["status"]) == (
@@ -113,9 +113,9 @@ def test_a_function_is_called_and_its_result_goes_back(api: TestClient) -> None:
     user = {"role": "user", "content": QUESTION}
     fields = {"tools": TOOLS, "max_output_tokens": 60}
     assert text_in(asked(api, input=[user, call, output], **fields)) == expected
-    going_on = asked(api, input=[output], previous_response_id=first["id"], **fields)
-    assert text_in(going_on) == expected
-    assert going_on["previous_response_id"] == first["id"]
+    continued = asked(api, input=[output], previous_response_id=first["id"], **fields)
+    assert text_in(continued) == expected
+    assert continued["previous_response_id"] == first["id"]
     named = [user, {"type": "item_reference", "id": call["id"]}, output]
     assert text_in(asked(api, input=named, **fields)) == expected
 
@@ -142,7 +142,7 @@ def text_of_results(call: dict[str, Any]) -> str:
             {"type": "function", "name": "get_weather"}]},
     ],
 )  # fmt: skip
-def test_a_forced_call(api: TestClient, choice: Any) -> None:
+def test_tool_choice_forces_a_call(api: TestClient, choice: Any) -> None:
     given = {"input": "Hello, how are you?", "tools": TOOLS, "max_output_tokens": 90}
     assert asked(api, **given)["output"][0]["type"] == "message"
     found = asked(api, **given, tool_choice=choice, parallel_tool_calls=False)
@@ -151,7 +151,7 @@ def test_a_forced_call(api: TestClient, choice: Any) -> None:
     assert (found["tool_choice"], found["parallel_tool_calls"]) == (choice, False)
 
 
-def test_a_call_that_is_cut_off_goes_back(api: TestClient) -> None:
+def test_truncated_call_can_be_sent_back(api: TestClient) -> None:
     given = {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 16}
     first = asked(api, input=QUESTION, **given)
     [call] = first["output"]
@@ -165,8 +165,8 @@ def test_a_call_that_is_cut_off_goes_back(api: TestClient) -> None:
     )
 
 
-def test_no_call_where_none_is_wanted(api: TestClient) -> None:
-    """The prompt shows the tools all the same."""
+def test_tool_choice_none_prevents_calls(api: TestClient) -> None:
+    """The prompt still has the tools."""
     found = asked(api, input=QUESTION, tools=TOOLS, tool_choice="none")
     assert [item["type"] for item in found["output"]] == ["message"]
     assert text_in(found) and "<tool_call>" not in text_in(found)
@@ -175,21 +175,21 @@ def test_no_call_where_none_is_wanted(api: TestClient) -> None:
     assert found["usage"]["input_tokens"] == auto["usage"]["input_tokens"]
 
 
-def test_a_form(api: TestClient) -> None:
+def test_text_format_constrains_the_response(api: TestClient) -> None:
     schema = {
         "type": "object", "properties": {"mood": {"enum": ["good", "bad"]}}, "required": ["mood"],
         "additionalProperties": False,
     }  # fmt: skip
-    form = {"type": "json_schema", "name": "mood", "schema": schema, "strict": True}
-    found = asked(api, input="How are you?", text={"format": form}, max_output_tokens=40)
+    text_format = {"type": "json_schema", "name": "mood", "schema": schema, "strict": True}
+    found = asked(api, input="How are you?", text={"format": text_format}, max_output_tokens=40)
     assert json.loads(text_in(found))["mood"] in ("good", "bad")
-    assert found["text"]["format"] == form
+    assert found["text"]["format"] == text_format
     free = asked(api, input="How are you?", text={"format": {"type": "json_object"}})
     assert text_in(free).lstrip().startswith("{")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_are_those_of_the_message(api: TestClient, stream: bool) -> None:
+def test_logprobs_match_the_tokens_of_the_message(api: TestClient, stream: bool) -> None:
     given = {"input": "Tell me a story.", "include": [LOGPROBS], "top_logprobs": 2}
     expected = direct(STORY, max_tokens=24, logprobs=2).outputs[0]
     if stream:
@@ -205,8 +205,8 @@ def test_logprobs_are_those_of_the_message(api: TestClient, stream: bool) -> Non
     assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
 
 
-def test_what_kits_send_without_a_thought(api: TestClient) -> None:
-    """What changes nothing here is taken."""
+def test_fields_without_effect_are_accepted(api: TestClient) -> None:
+    """Agent kits send them by default."""
     found = asked(
         api, input=[{"role": "user", "content": "Tell me a story."}],
         include=["reasoning.encrypted_content"], reasoning={"effort": "low", "summary": "auto"},
@@ -247,20 +247,22 @@ def test_what_kits_send_without_a_thought(api: TestClient) -> None:
         ({"input": "x", "metadata": {"a": "b" * 513}}, "metadata.a", "512"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served(api: TestClient, fields: Any, param: str, words: str) -> None:
+def test_bad_bodies_are_refused_with_the_field(
+    api: TestClient, fields: Any, param: str, words: str
+) -> None:
     error = error_of(api, **fields)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert re.search(words, error["message"]), error
     assert "messages" not in error["message"] and "response_format" not in error["message"]
 
 
-def test_a_prompt_that_is_too_long_is_cut_if_that_is_wanted(api: TestClient) -> None:
+def test_truncation_auto_truncates_a_long_prompt(api: TestClient) -> None:
     found = asked(api, input="word " * 600, truncation="auto")
     assert found["usage"]["input_tokens"] == 512 - 24
     assert found["truncation"] == "auto"
 
 
-def test_a_response_is_kept_until_it_is_deleted(api: TestClient) -> None:
+def test_response_is_stored_until_it_is_deleted(api: TestClient) -> None:
     found = asked(api, input=["Hello,", {"role": "user", "content": "how are you?"}])
     path = f"{PATH}/{found['id']}"
     assert checked(api.get(path).json()) == found
@@ -282,7 +284,7 @@ def test_a_response_is_kept_until_it_is_deleted(api: TestClient) -> None:
     assert error["code"] == "previous_response_not_found"
 
 
-def test_instructions_do_not_go_on(api: TestClient) -> None:
+def test_instructions_do_not_carry_over(api: TestClient) -> None:
     first = asked(api, instructions="Be short.", input="Hello")
     second = asked(api, previous_response_id=first["id"], input="And now?")
     messages = [
@@ -296,7 +298,7 @@ def test_instructions_do_not_go_on(api: TestClient) -> None:
     assert [item["content"][0]["text"] for item in items] == ["And now?"]
 
 
-def test_a_key_finds_its_own_only(make_context: MakeContext) -> None:
+def test_key_sees_only_its_own_responses(make_context: MakeContext) -> None:
     context = make_context(api_key=("one", "two"))
     mine, theirs = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
     with TestClient(create_app(context)) as api:
@@ -320,13 +322,15 @@ def test_a_key_finds_its_own_only(make_context: MakeContext) -> None:
         assert api.post(PATH, json=body | fields, headers=mine).status_code == 200
 
 
-def test_a_server_that_keeps_nothing(make_context: MakeContext) -> None:
+def test_store_of_zero_bytes_stores_nothing(make_context: MakeContext) -> None:
     with TestClient(create_app(make_context(response_store_bytes=0))) as api:
         found = asked(api, input="Hello")
         assert api.get(f"{PATH}/{found['id']}").status_code == 404
 
 
-def test_a_failure_is_the_last_event_of_a_stream(api: TestClient, api_context: ApiContext) -> None:
+def test_failure_is_the_last_event_of_a_stream_and_is_stored(
+    api: TestClient, api_context: ApiContext
+) -> None:
     client: Any = api_context.client
     client.hold(after_steps=3)
     with api.stream("POST", PATH, json=GREEDY | {"input": "Hello", "stream": True}) as answer:
@@ -335,14 +339,14 @@ def test_a_failure_is_the_last_event_of_a_stream(api: TestClient, api_context: A
         client.fail("a secret of the library", code="step_failed")
         client.release()
         last = [line for line in lines if line][-1]
-    told = checked(json.loads(last.removeprefix("data: "))["response"])
-    assert told["status"] == "failed"
-    assert told["error"]["code"] == "server_error"
-    assert "secret" not in told["error"]["message"]
-    assert api.get(f"{PATH}/{told['id']}").json() == told
+    failed = checked(json.loads(last.removeprefix("data: "))["response"])
+    assert failed["status"] == "failed"
+    assert failed["error"]["code"] == "server_error"
+    assert "secret" not in failed["error"]["message"]
+    assert api.get(f"{PATH}/{failed['id']}").json() == failed
 
 
-def test_the_official_client(openai_client: openai.OpenAI) -> None:
+def test_official_client_streams_retrieves_and_deletes(openai_client: openai.OpenAI) -> None:
     first = openai_client.responses.create(model="demo", input="Hello", max_output_tokens=8)
     given: dict[str, Any] = {"model": "demo", "temperature": 0, "previous_response_id": first.id}
     with openai_client.responses.stream(**given, input=QUESTION, max_output_tokens=16) as stream:

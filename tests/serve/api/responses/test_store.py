@@ -11,7 +11,7 @@ def stored(number: int, previous: str | None = None, size: int = 100) -> Stored:
     return Stored.of(response, [{"text": "x" * size}])
 
 
-def test_the_least_recently_used_makes_room() -> None:
+def test_least_recently_used_response_is_evicted() -> None:
     store = ResponseStore(3 * stored(0).num_bytes)
     for number in range(3):
         store.put("", f"r{number}", stored(number))
@@ -22,14 +22,14 @@ def test_the_least_recently_used_makes_room() -> None:
     assert store.with_item("", "m3") == stored(3)
 
 
-def test_what_is_larger_than_the_store_is_not_kept() -> None:
+def test_response_larger_than_the_store_is_not_stored() -> None:
     store = ResponseStore(stored(0).num_bytes)
     store.put("", "r0", stored(0))
     store.put("", "r1", stored(1, size=101))
     assert store.get("", "r0") is not None and store.get("", "r1") is None
 
 
-def test_who_holds_most_gives() -> None:
+def test_owner_with_the_most_bytes_loses_responses_first() -> None:
     store = ResponseStore(4 * stored(0).num_bytes)
     store.put("little", "r", stored(0))
     for number in range(1, 9):
@@ -38,8 +38,8 @@ def test_who_holds_most_gives() -> None:
     assert store.get("much", "r") is None and store.get("little", "r8") is None
 
 
-def test_a_conversation_keeps_its_beginning() -> None:
-    """Its oldest part is used last, so it goes behind all others."""
+def test_reading_a_conversation_protects_its_beginning() -> None:
+    """Reading it uses the oldest response last, so that one is evicted last."""
     store = ResponseStore(4 * stored(0, "r9").num_bytes)
     store.put("", "r0", stored(0))
     store.put("", "r1", stored(1, "r0"))
@@ -53,7 +53,7 @@ def test_a_conversation_keeps_its_beginning() -> None:
     assert store.conversation("", "r1") == "r0"
 
 
-def test_bytes_are_counted_whatever_happens() -> None:
+def test_byte_count_matches_the_stored_responses() -> None:
     random, store = Random(5), ResponseStore(20_000)
     for number in range(500):
         owner = random.choice("abc")
@@ -62,11 +62,11 @@ def test_bytes_are_counted_whatever_happens() -> None:
         else:
             store.put(owner, f"r{number}", stored(number, size=random.randrange(3000)))
         names = [(each, f"r{n}") for each in "abc" for n in range(number + 1)]
-        kept = [found for name in names if (found := store.get(*name)) is not None]
-        assert store.num_bytes == sum(each.num_bytes for each in kept) <= 20_000
+        remaining = [found for name in names if (found := store.get(*name)) is not None]
+        assert store.num_bytes == sum(each.num_bytes for each in remaining) <= 20_000
 
 
-def test_an_id_names_its_process() -> None:
+def test_id_contains_the_number_of_its_process() -> None:
     made = new_id("resp", 3)
     assert made.startswith("resp_") and process_of(made) == 3
     assert new_id("resp", 3) != made

@@ -1,4 +1,4 @@
-"""The order of events, of answers that reason, talk and call, wherever their text is cut.
+"""The order of events of responses with reasoning, text and calls, however their text is cut.
 
 Covers `serve/responses/writer.py`.
 """
@@ -35,7 +35,7 @@ def writer(num_reasoning: int = 0, custom: Collection[str] = ()) -> ResponseWrit
 
 
 def written(choices: list[Any], made: ResponseWriter | None = None) -> list[Json]:
-    """The events of the choices of a chat's chunks."""
+    """Return the events for the choices of a chat's chunks, checked."""
     made = made or writer()
     events = made.begin()
     for choice in choices:
@@ -58,15 +58,15 @@ def about(item: str, parts: bool, delta: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_items_are_one_after_the_other() -> None:
+def test_items_are_emitted_one_after_the_other() -> None:
     events = written(Answering(stream=True).deltas(ANSWER))
-    told = []
+    lines = []
     for event in events[2:-1]:
         item = event.get("item_id") or event["item"]["id"]
         line = f"{item} {event['type'].removeprefix('response.')}"
-        if not told or told[-1] != line:
-            told.append(line)
-    assert told == [
+        if not lines or lines[-1] != line:
+            lines.append(line)
+    assert lines == [
         *about("rs_0", True, "reasoning_text"),
         *about("msg_0", True, "output_text"),
         *about("fc_0", False, "function_call_arguments"),
@@ -85,7 +85,7 @@ def test_items_are_one_after_the_other() -> None:
     ]  # fmt: skip
 
 
-def test_what_is_added_is_empty_and_what_is_done_is_whole() -> None:
+def test_added_items_are_empty_and_done_items_are_whole() -> None:
     events = written(Answering(stream=True).deltas(ANSWER))
     by_item: dict[str, str] = {}
     for event in events:
@@ -121,7 +121,7 @@ def chunk(reason: str | None = None, logprobs: list[str] | None = None, **delta:
         ("abort", "cancelled", None, "incomplete"),
     ],
 )
-def test_how_it_ends(reason: str, status: str, why: Any, last: str) -> None:
+def test_finish_reason_sets_the_final_status(reason: str, status: str, why: Any, last: str) -> None:
     events = written([chunk(content="a"), chunk(reason, content="b")])
     response = events[-1]["response"]
     assert events[-1]["type"] == f"response.{last}"
@@ -132,22 +132,22 @@ def test_how_it_ends(reason: str, status: str, why: Any, last: str) -> None:
     assert response["usage"] == USAGE
 
 
-def test_an_empty_answer_is_an_empty_message() -> None:
+def test_empty_response_is_an_empty_message() -> None:
     [item] = written([chunk("stop")])[-1]["response"]["output"]
     assert item["content"] == [
         {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
     ]
 
 
-def test_text_behind_a_call_is_another_message() -> None:
+def test_text_after_a_call_is_a_new_message() -> None:
     call = {"index": 0, "id": "call_1", "function": {"name": "f", "arguments": "{}"}}
     events = written([chunk(content="a"), chunk(tool_calls=[call]), chunk("stop", content="b")])
     output = events[-1]["response"]["output"]
     assert [item["id"] for item in output] == ["msg_0", "fc_0", "msg_1"]
 
 
-def test_logprobs_are_those_behind_the_reasoning() -> None:
-    """Those of text that is held back go with it."""
+def test_logprobs_exclude_the_reasoning() -> None:
+    """Logprobs of withheld text are sent with that text."""
     made = writer(num_reasoning=3)
     made.begin()
     made.take(chunk(logprobs=["<think>", "hm"], reasoning="hm"))
@@ -156,7 +156,7 @@ def test_logprobs_are_those_behind_the_reasoning() -> None:
     assert [entry["token"] for entry in events[-1]["logprobs"]] == ["a", "b"]
 
 
-def test_it_is_stopped_in_the_middle() -> None:
+def test_stop_marks_the_open_item_incomplete() -> None:
     made = writer()
     made.begin()
     made.take(chunk(content="a"))

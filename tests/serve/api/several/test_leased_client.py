@@ -1,4 +1,4 @@
-"""Requests to models that come and go: `serve/several/leased_client.py`."""
+"""Requests to models that are loaded on demand: `serve/several/leased_client.py`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,13 +25,13 @@ READY = Ready(
 
 
 class Core:
-    """What a client of a core is to a LeasedClient. sent: requests that came to the core."""
+    """A fake client of a core for a LeasedClient. sent: requests that reached the core."""
 
     def __init__(self) -> None:
         self.is_alive = False
         self.known: Ready | None = None
         self.sent: list[Request] = []
-        self.come = asyncio.Event()
+        self.loaded = asyncio.Event()
 
     @property
     def ready(self) -> Ready:
@@ -41,10 +41,10 @@ class Core:
 
     def load(self) -> None:
         self.is_alive, self.known = True, READY
-        self.come.set()
+        self.loaded.set()
 
     async def wait_until_ready(self) -> None:
-        await self.come.wait()
+        await self.loaded.wait()
 
     def check(self, request: Request) -> None:
         if len(request.prompt_token_ids) > self.ready.max_model_len:
@@ -79,11 +79,11 @@ def request(name: str = "r", **fields: Any) -> Request:
     return Request(name, [1, 2], SamplingParams(), 0, **fields)
 
 
-async def outputs(client: LeasedClient, asked: Request) -> int:
-    return len([output async for output in client.generate(asked)])
+async def outputs(client: LeasedClient, given: Request) -> int:
+    return len([output async for output in client.generate(given)])
 
 
-def test_a_request_has_its_model_loaded_and_keeps_it(tmp_path: Path) -> None:
+def test_request_leases_its_model_until_it_ends(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         core.known = READY  # it was loaded before
         answering = asyncio.create_task(outputs(client, request()))
@@ -92,13 +92,13 @@ def test_a_request_has_its_model_loaded_and_keeps_it(tmp_path: Path) -> None:
         keeper.tell(Grant("b", 1))
         core.load()
         assert await answering == 2
-        assert core.sent[0].received_s > 0  # waiting counts as time of the request
+        assert core.sent[0].received_s > 0  # the request's time includes the wait
         assert await keeper.hear(2) == [RequestLease("b", 1), GiveBack("b", 1)]
 
     run(tmp_path, check)
 
 
-def test_what_the_model_takes_is_learnt_once(tmp_path: Path) -> None:
+def test_limits_of_the_model_are_learnt_once(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         with pytest.raises(EngineDead):
             client.ready  # noqa: B018
@@ -115,7 +115,7 @@ def test_what_the_model_takes_is_learnt_once(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
-def test_a_wrong_request_loads_nothing(tmp_path: Path) -> None:
+def test_invalid_request_loads_no_model(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         core.known = READY
         with pytest.raises(RequestError, match="too long"):
@@ -125,7 +125,7 @@ def test_a_wrong_request_loads_nothing(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
-def test_pieces_that_come_while_the_model_is_loaded_are_part_of_the_prompt(tmp_path: Path) -> None:
+def test_pieces_during_loading_join_the_prompt(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         core.known = READY
         answering = asyncio.create_task(outputs(client, request(is_open=True)))
@@ -145,7 +145,7 @@ def test_pieces_that_come_while_the_model_is_loaded_are_part_of_the_prompt(tmp_p
     run(tmp_path, check)
 
 
-def test_a_core_that_dies_before_it_answers_is_told(tmp_path: Path) -> None:
+def test_core_death_before_it_is_ready_fails_the_request(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         core.known = READY
         answering = asyncio.create_task(outputs(client, request()))
@@ -160,7 +160,7 @@ def test_a_core_that_dies_before_it_answers_is_told(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
-def test_a_failed_load_is_the_answer(tmp_path: Path) -> None:
+def test_failed_load_fails_the_request_with_its_reason(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         core.known = READY
         answering = asyncio.create_task(outputs(client, request()))
@@ -172,21 +172,21 @@ def test_a_failed_load_is_the_answer(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
-def test_who_waits_can_be_ended(tmp_path: Path) -> None:
-    """With what there is, which is nothing; the others wait on, and so does a pin."""
+def test_waiting_requests_can_be_cancelled(tmp_path: Path) -> None:
+    """They end with an empty output. Other requests and pins keep waiting."""
 
-    async def last(client: LeasedClient, asked: Request) -> RequestOutput:
-        return [output async for output in client.generate(asked)][-1]
+    async def last(client: LeasedClient, given: Request) -> RequestOutput:
+        return [output async for output in client.generate(given)][-1]
 
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         core.known = READY
-        asked = [
+        given = [
             request("cmpl-1-0", tenant="mine"),
             request("cmpl-1-1", tenant="mine"),
             request("cmpl-2", tenant="other"),
             request("pin", pin_s=1.0),
         ]
-        answers = [asyncio.create_task(last(client, each)) for each in asked]
+        answers = [asyncio.create_task(last(client, each)) for each in given]
         await keeper.hear(1)
         assert await client.cancel(["cmpl-1", "cmpl-2"], "mine") == ["cmpl-1-0", "cmpl-1-1"]
         for ended in await asyncio.gather(*answers[:2]):
@@ -195,7 +195,7 @@ def test_who_waits_can_be_ended(tmp_path: Path) -> None:
         assert await client.cancel(None, "mine") == []
         assert await client.cancel(None) == ["cmpl-2"]
         await answers[2]
-        assert keeper.heard == [RequestLease("b", 1)]  # the pin waits for it
+        assert keeper.heard == [RequestLease("b", 1)]  # the pin still waits for the lease
         keeper.tell(Grant("b", 1))
         core.load()
         await answers[3]
@@ -205,14 +205,14 @@ def test_who_waits_can_be_ended(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
-def test_one_that_is_ended_as_its_model_comes_is_not_sent(tmp_path: Path) -> None:
+def test_request_cancelled_as_its_model_loads_is_not_sent(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         core.known = READY
         answering = asyncio.create_task(outputs(client, request()))
         await keeper.hear(1)
         wanted = client._link._requested.pop("b")
         core.load()
-        client._link._grant("b", wanted)  # the request has not heard of it yet
+        client._link._grant("b", wanted)  # the request's task has not run since
         assert await client.cancel(None) == ["r"]
         assert await answering == 1 and core.sent == []
         assert await keeper.hear(2) == [RequestLease("b", 1), GiveBack("b", 1)]
@@ -220,7 +220,7 @@ def test_one_that_is_ended_as_its_model_comes_is_not_sent(tmp_path: Path) -> Non
     run(tmp_path, check)
 
 
-def test_questions_do_not_load_a_model(tmp_path: Path) -> None:
+def test_queries_do_not_load_a_model(tmp_path: Path) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
         assert await client.metrics() == "" and await client.timeline("r") == ""
         assert await client.prefixes() == [] and await client.cancel(None) == []
@@ -242,13 +242,13 @@ def test_questions_do_not_load_a_model(tmp_path: Path) -> None:
         ("loading", "", True),
         ("unloading", "", True),
         ("loading", "its process ended by itself.", False),
-        ("unloaded", "the file is gone.", False),  # it failed, and is about to be tried again
-        ("loaded", "", False),  # and does not answer this process
+        ("unloaded", "the file is gone.", False),  # it failed, and will be retried
+        ("loaded", "", False),  # without a connection to this process
         ("failed", "the file is gone.", False),
         ("dead", "its process ended by itself.", False),
     ],
 )
-def test_which_models_are_alive_without_a_connection(
+def test_model_state_decides_liveness_without_a_connection(
     tmp_path: Path, state: str, why: str, expected: bool
 ) -> None:
     async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
@@ -257,8 +257,8 @@ def test_which_models_are_alive_without_a_connection(
         while client._link.states["b"].why != why:
             await asyncio.sleep(0)
         assert client.is_alive == expected
-        [told] = AllModels({"b": cast(AsyncClient, client)}, client._link).states
-        assert bool(told.why) == (not expected), "what is wrong is told"
+        [reported] = AllModels({"b": cast(AsyncClient, client)}, client._link).states
+        assert bool(reported.why) == (not expected), "the reason is reported"
         core.load()
         assert client.is_alive
 

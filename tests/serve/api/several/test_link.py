@@ -1,4 +1,4 @@
-"""Leases as an API process has them: `serve/several/link.py`."""
+"""Model leases of an API process: `serve/several/link.py`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -30,8 +30,8 @@ async def hold(link: ModelLink, model: str = "a") -> AsyncExitStack:
     return stack
 
 
-async def held(link: ModelLink, keeper: FakeKeeper, number: int = 1) -> AsyncExitStack:
-    """A lease that the keeper has granted."""
+async def granted(link: ModelLink, keeper: FakeKeeper, number: int = 1) -> AsyncExitStack:
+    """Return a lease that the keeper has granted."""
     waiting = asyncio.create_task(hold(link))
     num_heard = len(keeper.heard)
     await keeper.hear(num_heard + 1)
@@ -39,13 +39,13 @@ async def held(link: ModelLink, keeper: FakeKeeper, number: int = 1) -> AsyncExi
     return await waiting
 
 
-def test_requests_share_a_lease_that_goes_back_with_the_last(tmp_path: Path) -> None:
+def test_requests_share_a_lease_until_the_last_one_ends(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         waiting = [asyncio.create_task(hold(link)) for _ in range(3)]
         assert await keeper.hear(1) == [RequestLease("a", 1)]
         keeper.tell(Grant("a", 1))
         stacks = [await each for each in waiting]
-        stacks.append(await hold(link))  # no question for those that come under it
+        stacks.append(await hold(link))  # requests under the lease ask for no new one
         for stack in stacks:
             assert keeper.heard == [RequestLease("a", 1)]
             await stack.aclose()
@@ -54,9 +54,9 @@ def test_requests_share_a_lease_that_goes_back_with_the_last(tmp_path: Path) -> 
     run(tmp_path, check)
 
 
-def test_who_comes_after_give_way_waits_for_another_lease(tmp_path: Path) -> None:
+def test_request_after_an_unload_waits_for_a_new_lease(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
-        first = await held(link, keeper)
+        first = await granted(link, keeper)
         keeper.tell(UnloadModel("a"))
         keeper.tell_states(a="loaded", b="loading")
         await link.wait_for_state("b", ["loading"])
@@ -72,9 +72,9 @@ def test_who_comes_after_give_way_waits_for_another_lease(tmp_path: Path) -> Non
     run(tmp_path, check)
 
 
-def test_a_new_lease_may_come_before_the_old_one_is_back(tmp_path: Path) -> None:
+def test_new_lease_may_be_granted_before_the_old_one_is_back(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
-        first = await held(link, keeper)
+        first = await granted(link, keeper)
         keeper.tell(UnloadModel("a"))
         keeper.tell_states(a="loaded", b="failed")
         await link.wait_for_state("b", ["failed"])
@@ -92,7 +92,7 @@ def test_a_new_lease_may_come_before_the_old_one_is_back(tmp_path: Path) -> None
     run(tmp_path, check)
 
 
-def test_a_lease_that_nobody_waits_for_any_more_is_not_wanted(tmp_path: Path) -> None:
+def test_lease_without_waiting_requests_is_given_back(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         waiting = [asyncio.create_task(hold(link)) for _ in range(2)]
         await keeper.hear(1)
@@ -101,14 +101,14 @@ def test_a_lease_that_nobody_waits_for_any_more_is_not_wanted(tmp_path: Path) ->
         assert keeper.heard == [RequestLease("a", 1)]
         waiting[1].cancel()
         assert await keeper.hear(2) == [RequestLease("a", 1), GiveBack("a", 1)]
-        keeper.tell(Grant("a", 1))  # they crossed: it was given back
-        await (await held(link, keeper, number=2)).aclose()
+        keeper.tell(Grant("a", 1))  # sent before the return of the lease arrived
+        await (await granted(link, keeper, number=2)).aclose()
         assert (await keeper.hear(4))[2:] == [RequestLease("a", 2), GiveBack("a", 2)]
 
     run(tmp_path, check)
 
 
-def test_one_cancelled_when_it_was_granted_gives_it_back(tmp_path: Path) -> None:
+def test_request_cancelled_at_the_grant_gives_the_lease_back(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         waiting = asyncio.create_task(hold(link))
         await keeper.hear(1)
@@ -120,7 +120,7 @@ def test_one_cancelled_when_it_was_granted_gives_it_back(tmp_path: Path) -> None
     run(tmp_path, check)
 
 
-def test_a_denial_says_why(tmp_path: Path) -> None:
+def test_denial_reports_its_reason(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         waiting = [asyncio.create_task(hold(link)) for _ in range(2)]
         await keeper.hear(1)
@@ -132,7 +132,7 @@ def test_a_denial_says_why(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
-def test_waiting_has_a_bound_and_says_what_takes_the_place(tmp_path: Path) -> None:
+def test_lease_wait_times_out_and_names_the_loaded_model(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         with pytest.raises(EngineBusy, match="model b was not loaded within 0.05 s .*used by a"):
             await hold(link, "b")
@@ -141,7 +141,7 @@ def test_waiting_has_a_bound_and_says_what_takes_the_place(tmp_path: Path) -> No
     run(tmp_path, check, wait_s=0.05)
 
 
-def test_who_has_less_time_waits_less(tmp_path: Path) -> None:
+def test_shorter_lease_timeout_takes_precedence(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         with pytest.raises(EngineBusy, match=r"within 0.02 s"):
             async with link.lease("b", 0.02):
@@ -150,7 +150,9 @@ def test_who_has_less_time_waits_less(tmp_path: Path) -> None:
     run(tmp_path, check)
 
 
-def test_a_crowd_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_waiting_requests_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link_module, "MAX_WAITING", 2)
 
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
@@ -165,7 +167,7 @@ def test_a_crowd_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     run(tmp_path, check)
 
 
-def test_the_supervisors_end_is_told_to_all_who_wait(tmp_path: Path) -> None:
+def test_supervisor_exit_fails_waiting_and_new_requests(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         waiting = asyncio.create_task(hold(link))
         await keeper.hear(1)
