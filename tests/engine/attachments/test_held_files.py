@@ -182,8 +182,8 @@ def test_next_engine_restores_the_retained_requests(tmp_path: Path) -> None:
     assert other.held(second.id).token_ids == tokens[:9]
     assert other.held(first.id).token_ids == tokens
     other.num_asked = 100  # its requests have other names
-    asked = other.ask(tokens[:30], Fork(first.id, 0, 30), max_tokens=8, seed=9, keep_s=600)
-    [output] = other.finish(asked)
+    forked = other.ask(tokens[:30], Fork(first.id, 0, 30), max_tokens=8, seed=9, keep_s=600)
+    [output] = other.finish(forked)
     assert output.num_cached_tokens == 16, "the directory had the full block"
     [expected] = other.tokens(tokens[:30], max_tokens=8, seed=9, skip_reading_prefix_cache=True)
     assert output.outputs[0].token_ids == expected
@@ -192,5 +192,5 @@ def test_next_engine_restores_the_retained_requests(tmp_path: Path) -> None:
     outcome = replay_all(read_recording(record))
     assert outcome.difference is None and outcome.num_requests == 2
     last = Engine(**settings)
-    assert {each.id for each in last.client.held()} == {second.id, asked.request_id}
+    assert {each.id for each in last.client.held()} == {second.id, forked.request_id}
     last.close()

@@ -335,7 +335,7 @@ def test_lost_message_clears_the_routers_blocks() -> None:
     assert router.stored["GPU", 0] < cached
 
 
-def test_index_changes_are_not_kept_without_a_subscriber() -> None:
+def test_index_changes_are_not_collected_without_a_subscriber() -> None:
     scheduler = scheduler_of(tier=True)
     kv = scheduler.memory.kv
     assert all(pool.changes is None for pool in (*kv.pools, *kv.host_pools))

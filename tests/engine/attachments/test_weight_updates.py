@@ -191,7 +191,7 @@ def test_random_programs_answer_like_fresh_engines() -> None:
     for model in models:
         with open_llm(model, **settings) as fresh:
             wanted.append(found(fresh.generate(prompts, params, use_tqdm=False)))
-    present = 0
+    current = 0
     with open_llm(models[0], **settings, **tight) as llm:
         for _ in range(40):
             action = numbers.choice(["ask", "ask", "update", "fail", "reset", "pin", "sleep"])
@@ -200,19 +200,19 @@ def test_random_programs_answer_like_fresh_engines() -> None:
                 outputs = llm.generate(
                     [prompts[i] for i in chosen], [params[i] for i in chosen], use_tqdm=False
                 )
-                assert found(outputs) == [wanted[present][i] for i in chosen]
+                assert found(outputs) == [wanted[current][i] for i in chosen]
             elif action == "update":
-                present = numbers.randrange(len(models))
-                llm.update_weights(models[present])
+                current = numbers.randrange(len(models))
+                llm.update_weights(models[current])
             elif action == "fail":
                 with pytest.raises(RequestError, match="lack"):
                     llm.update_weights(dict(list(changed_tensors("qwen3", 1).items())[1:]))
             elif action == "sleep":
                 llm.sleep(level=numbers.choice([1, 2]))
                 if numbers.random() < 0.5:
-                    present = numbers.randrange(len(models))
+                    current = numbers.randrange(len(models))
                     llm.wake_up(tags=["weights"])
-                    llm.update_weights(models[present])
+                    llm.update_weights(models[current])
                 llm.wake_up()
             elif action == "reset":
                 llm.reset_prefix_cache()

@@ -519,7 +519,7 @@ def test_forked_child_gets_misses_and_does_not_affect_the_parent(bench: Bench) -
     assert bench.do(look_up(1)).found == [True]
 
 
-# ---- everything at once ------------------------------------------------------------------------
+# ---- random orders -----------------------------------------------------------------------------
 
 
 class Moody(DictStore):

@@ -99,9 +99,9 @@ def request_of(engine: Engine, constraint: str, **params: Any) -> Request:
         given = SamplingParams(structured_outputs=CONSTRAINTS[constraint], **params)
         grammar = checked_grammar(engine.renderer, given, prompt)
         return engine.requests.make(prompt, given, grammar=grammar)
-    asked = RequestedAnswer(engine.renderer.answer_format(None, True), TOOLS, CALLS[constraint])
+    requested = RequestedAnswer(engine.renderer.answer_format(None, True), TOOLS, CALLS[constraint])
     assert engine.renderer.tokenizer is not None
-    grammar = answer_grammar(asked, engine.renderer.tokenizer.added_ids)
+    grammar = answer_grammar(requested, engine.renderer.tokenizer.added_ids)
     return engine.requests.make(prompt, SamplingParams(**params), grammar=grammar)
 
 
@@ -170,17 +170,17 @@ def test_tool_calls_write_names_of_added_tokens_as_text(plain: Engine, forcing: 
         schema = {"type": "object", "properties": {mark: {"const": mark}}, "required": [mark]}
         name = f"get{mark}"
         answer_format = plain.renderer.answer_format(None, True)
-        asked = RequestedAnswer(answer_format, (Tool(name, schema),), NamedTool(name))
+        requested = RequestedAnswer(answer_format, (Tool(name, schema),), NamedTool(name))
         request = plain.requests.make(
             plain.renderer.render(QUESTION, ChatOptions(tools=SHOWN)),
             SamplingParams(max_tokens=120, temperature=0.0, logprobs=0),
-            grammar=answer_grammar(asked, tokenizer.added_ids),
+            grammar=answer_grammar(requested, tokenizer.added_ids),
         )
         found = answers(forcing, request)
         assert found == answers(plain, request)
         [(token_ids, _, finish_reason, _, _)] = found[0]
         assert finish_reason == "stop"
-        parser = asked.parser()
+        parser = requested.parser()
         text = tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
         parts = parser.push(text) + parser.flush()
         assert [part.name for part in parts if isinstance(part, CallBegun)] == [name]

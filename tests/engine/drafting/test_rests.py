@@ -530,7 +530,7 @@ def test_an_empty_sample_is_no_refusal() -> None:
     assert rests.until == 21 and not rests.is_sampled and not rests.num_refused
 
 
-def test_refusals_are_forgotten_once_all_rows_have_drafts() -> None:
+def test_refusals_are_reset_once_all_rows_have_drafts() -> None:
     rests = Rests(1)
     rests.refuse(0)
     rests.refuse(4)
