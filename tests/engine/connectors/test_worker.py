@@ -145,7 +145,7 @@ def test_waiting_look_ups_let_other_orders_through(bench: Bench) -> None:
     bench.worker.submit(fetch(9))
     bench.store.gate.open()
     kinds = [type(bench.answers.take()) for _ in range(2)]
-    assert set(kinds) == {Fetched, Kept}, "the waiting look-ups are not over yet"
+    assert set(kinds) == {Fetched, Kept}, "waiting look-ups are not answered early"
     assert {key(i) for i in range(4)} <= set(looked)
     bench.fill(*range(4))
     bench.clock.advance(0.2)
