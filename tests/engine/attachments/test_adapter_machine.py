@@ -1,8 +1,8 @@
 """Random requests with adapters that load, leave and fail: from the attachment to the rows' slots.
 
-The attachment (`engine/attachments/adapters.py`) assigns slots, the runner's part
+The attachment (`engine/attachments/adapters.py`) assigns slots; the runner's part
 (`runner/adapters.py`) fills them between plans in flight. A plain model of the state checks each
-plan: every row computes with its own adapter, and no row without one is in a group.
+plan: every row computes with its own adapter, and rows without one are in no group.
 """
 
 import random
@@ -41,7 +41,7 @@ class NamedSlots(AdapterSlots):
 
 
 class NamedModel:
-    """A model that "loads" an adapter as its path, unless it is to fail."""
+    """A model that "loads" an adapter as its path. failing: paths whose loads fail."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots, self.failing = NamedSlots(num_slots), set[str]()
@@ -64,7 +64,7 @@ class Machine:
         monkeypatch.setattr(DeviceThread, "do", lambda _, job: self._jobs.append(job))
         monkeypatch.setattr(adapters, "digest_of", lambda path: path)
         self.attachment = AdapterAttachment(self.runner.load, num_slots, lambda: None)
-        self.asked: dict[str, str] = {}  # adapter by request, until it runs or fails
+        self.waiting: dict[str, str] = {}  # adapter by waiting request
         self.rows: dict[int, tuple[str, str]] = {}  # request and adapter by row
         self.started, self.released = list[RowStart](), list[int]()
         self.forked = list[RowFork]()
@@ -78,13 +78,13 @@ class Machine:
         marked = self.attachment.accept(request)
         assert marked.awaits_adapter is bool(adapter)
         self.attachment.hear(marked, Decisions())
-        self.asked[name] = adapter
+        self.waiting[name] = adapter
         if not adapter:
             self.start(name)
 
     def start(self, name: str) -> None:
-        """Start a request in a free row; without one, it ends at once."""
-        adapter, free = self.asked.pop(name), [r for r in range(NUM_ROWS) if r not in self.rows]
+        """Start a request in a free row; without a free row, end it immediately."""
+        adapter, free = self.waiting.pop(name), [r for r in range(NUM_ROWS) if r not in self.rows]
         self.num_run += 1
         if not free:
             self.end(name)
@@ -95,7 +95,7 @@ class Machine:
         self.started.append(RowStart(row, tokens, 0, 1, PARAMS, 0, adapter_id=adapter))
 
     def fork(self) -> None:
-        """Let a row of an earlier plan have a child of the same request."""
+        """Fork a row of an earlier plan into a free row."""
         new = {start.row for start in self.started}
         parents = [row for row in self.rows if row not in new]
         free = [row for row in range(NUM_ROWS) if row not in self.rows]
@@ -105,14 +105,14 @@ class Machine:
             self.forked.append(RowFork(parent, child, 0))
 
     def leave(self) -> None:
-        """End a random request, which may still wait."""
-        names = sorted({name for name, _ in self.rows.values()} | self.asked.keys())
+        """End a random request, running or waiting."""
+        names = sorted({name for name, _ in self.rows.values()} | self.waiting.keys())
         new = {start.row for start in self.started} | {fork.child for fork in self.forked}
         name = self.rng.choice(names) if names else ""
         own = [row for row, (request, _) in self.rows.items() if request == name]
         if not name or new & set(own) or any(fork.parent in own for fork in self.forked):
             return
-        self.asked.pop(name, None)
+        self.waiting.pop(name, None)
         for row in own:
             del self.rows[row]
             self.released.append(row)
@@ -130,14 +130,14 @@ class Machine:
 
     def answer(self) -> None:
         for message in self.attachment.answers(0.0):
-            if message.request_id not in self.asked:
+            if message.request_id not in self.waiting:
                 continue
             if message.error is None:
                 self.start(message.request_id)
             else:
                 assert message.error == "damaged"
                 self.num_failed += 1
-                del self.asked[message.request_id]
+                del self.waiting[message.request_id]
                 self.end(message.request_id)
 
     def plan(self) -> None:
@@ -181,10 +181,10 @@ def test_every_row_computes_with_its_own_adapter(
     machine = Machine(seed, num_slots, monkeypatch)
     for _ in machine.events():
         pass
-    for _ in range(40 * NUM_ADAPTERS):  # nothing waits forever
+    for _ in range(40 * NUM_ADAPTERS):  # every request ends
         machine.leave()
         machine.load()
         machine.answer()
         machine.plan()
-    assert not machine.asked and not machine.attachment.pending.num_open
+    assert not machine.waiting and not machine.attachment.pending.num_open
     assert machine.num_run > 50 and machine.num_failed > 5

@@ -1,4 +1,4 @@
-"""Slots of adapters: who waits, which adapter leaves, and what errors do."""
+"""Slots of adapters: which requests wait, which adapter is unloaded, and what errors do."""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from quire.scheduler.decisions import Decisions
 
 
 class Bench:
-    """An attachment whose loads a test ends, by the adapter's id."""
+    """An attachment whose loads end when a test says so. errors: by adapter, of its load."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_slots: int) -> None:
         self.loads: list[tuple[int, str]] = []  # slot, adapter
@@ -46,7 +46,7 @@ class Bench:
         self.hear(None, *(Finished(0.0, name, "stop", 1) for name in request_ids))
 
     def load_all(self) -> list[str]:
-        """End all loads; return the requests that may run, with an error's text."""
+        """End all loads. Return the ids of requests that may run or failed, with the errors."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             job()
@@ -79,7 +79,7 @@ def test_a_request_runs_once_its_adapter_is_loaded(monkeypatch: pytest.MonkeyPat
     assert bench.ready() == ["c"]
 
 
-def test_the_least_recently_used_adapter_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_adapter_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 2)
     for name in ("x", "y"):
         bench.ask(name, name)
@@ -93,13 +93,13 @@ def test_the_least_recently_used_adapter_leaves(monkeypatch: pytest.MonkeyPatch)
     assert bench.loads[-1] == (bench.loads[1][0], "z")
 
 
-def test_an_adapter_in_use_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_in_use_is_never_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 1)
     bench.ask("a", "x")
     assert bench.load_all() == ["a"]
     bench.ask("b", "y")
     assert bench.load_all() == [] and bench.attachment.pending.num_open == 0
-    bench.ask("c", "x")  # behind b, which would wait forever otherwise
+    bench.ask("c", "x")  # queues behind b, which would starve otherwise
     assert bench.ready() == []
     bench.end("a")
     assert bench.load_all() == ["b"]
@@ -108,18 +108,18 @@ def test_an_adapter_in_use_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None
     assert [adapter for _, adapter in bench.loads] == ["x", "y", "x"]
 
 
-def test_requests_that_end_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_continue_after_waiting_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 1)
     bench.ask("a", "x")
     bench.ask("b", "y")
     bench.ask("c", "z")
     bench.end("a", "b")
-    assert bench.load_all() == []  # of x, which nobody waits for
+    assert bench.load_all() == []  # ends the load of x, whose request is gone
     assert bench.load_all() == ["c"]
 
 
 @pytest.mark.parametrize("error", [ModelError("bad files"), ValueError("surprise")])
-def test_an_error_ends_the_requests_and_frees_the_slot(
+def test_load_error_fails_the_request_and_frees_the_slot(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     bench = Bench(monkeypatch, 1)
@@ -132,12 +132,12 @@ def test_an_error_ends_the_requests_and_frees_the_slot(
     assert bench.load_all() == ["b"]
 
 
-def test_many_requests_with_loads_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request runs or fails exactly once, in a slot of its adapter."""
+def test_random_requests_run_or_fail_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some loads fail. A request that runs has its adapter in a slot."""
     rng = random.Random(7)
     bench = Bench(monkeypatch, 3)
     running: dict[str, str] = {}
-    asked: dict[str, str] = {}
+    adapters: dict[str, str] = {}
     in_slot: dict[int, str] = {}
     answered = 0
 
@@ -149,14 +149,14 @@ def test_many_requests_with_loads_that_fail(monkeypatch: pytest.MonkeyPatch) -> 
             if error:
                 bench.end(name)
             else:
-                running[name] = asked[name]
-                assert asked[name] in in_slot.values()
+                running[name] = adapters[name]
+                assert adapters[name] in in_slot.values()
 
     for number in range(600):
         choice = rng.random()
         if choice < 0.4:
             name, adapter = f"{number}", f"adapter-{rng.randrange(8)}"
-            asked[name] = adapter
+            adapters[name] = adapter
             bench.errors.clear()
             if rng.random() < 0.2:
                 bench.errors[adapter] = EngineError("it fails now")
@@ -168,7 +168,7 @@ def test_many_requests_with_loads_that_fail(monkeypatch: pytest.MonkeyPatch) -> 
         seen = len(bench.loads)
         found = bench.load_all()
         for slot, adapter in bench.loads[seen:]:
-            assert in_slot.get(slot) not in running.values(), "an adapter in use left"
+            assert in_slot.get(slot) not in running.values(), "an adapter in use was unloaded"
             in_slot[slot] = adapter
         take(found)
     while running:
@@ -179,7 +179,7 @@ def test_many_requests_with_loads_that_fail(monkeypatch: pytest.MonkeyPatch) -> 
             found = bench.load_all()
             in_slot |= dict(bench.loads[seen:])
             take(found)
-    assert answered == len(asked)
+    assert answered == len(adapters)
 
 
 def test_an_engine_without_adapters_refuses_requests_with_one() -> None:

@@ -1,4 +1,4 @@
-"""The attachment of drafters: when it rests. Covers `engine/attachments/drafting.py`."""
+"""When the attachment skips its drafter. Covers `engine/attachments/drafting.py`."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from tests.support.engine.attachments import StandIn
 
 
 class Sleeper(StandIn):
-    """A drafter that is idle for as many plans as a test says. calls: what was called. num_plans:
-    plans that it knows of."""
+    """A drafter that is idle for as many plans as a test sets. calls: the methods that were called.
+    num_plans: the plans that it was called for or that it skipped."""
 
     def __init__(self) -> None:
         self.num_idle = self.num_plans = 0
@@ -36,7 +36,7 @@ def core_with(drafter: Sleeper, depth: int = 1) -> EngineCore:
     return core
 
 
-def test_an_idle_drafter_is_not_called_for_as_many_plans() -> None:
+def test_idle_drafter_is_not_called_for_num_idle_plans() -> None:
     drafter = Sleeper()
     core = core_with(drafter)
     ask(core, num_tokens=9)
@@ -44,7 +44,7 @@ def test_an_idle_drafter_is_not_called_for_as_many_plans() -> None:
     core.step()
     drafter.num_idle = 3
     core.step()
-    drafter.num_idle = 0  # it is not asked
+    drafter.num_idle = 0  # read only after the skipped plans
     core.step()
     core.step()
     assert (drafter.calls, drafter.num_plans) == (seen, 4)
@@ -53,7 +53,7 @@ def test_an_idle_drafter_is_not_called_for_as_many_plans() -> None:
 
 
 @pytest.mark.parametrize("num_before", [1, 2])
-def test_a_request_with_a_grammar_ends_the_rest(num_before: int) -> None:
+def test_request_with_a_grammar_ends_the_idle_period(num_before: int) -> None:
     drafter = Sleeper()
     core = core_with(drafter)
     core.limits = replace(core.limits, takes_grammars=True)
@@ -68,7 +68,7 @@ def test_a_request_with_a_grammar_ends_the_rest(num_before: int) -> None:
     assert (drafter.calls, drafter.num_plans) == (["planned", "observed"], num_before + 1)
 
 
-def test_plans_in_flight_are_observed_before_the_rest() -> None:
+def test_plans_in_flight_are_observed_before_the_idle_period() -> None:
     """Their results show how many draft tokens were accepted."""
     drafter = Sleeper()
     core = core_with(drafter, depth=2)
@@ -84,8 +84,8 @@ def test_plans_in_flight_are_observed_before_the_rest() -> None:
     assert drafter.calls[4:] == []
 
 
-def test_a_rest_holds_no_plans_back() -> None:
-    """Even if the last step had draft tokens, so that its successor had to wait."""
+def test_idle_drafter_holds_no_plans_back() -> None:
+    """Even if the next plan had to wait for the draft tokens of the last step."""
     drafter = Sleeper()
     core = core_with(drafter, depth=2)
     ask(core, num_tokens=8)
@@ -96,7 +96,7 @@ def test_a_rest_holds_no_plans_back() -> None:
     assert core.num_in_flight == 2
 
 
-def test_a_drafter_that_needs_each_plan_gets_those_without_room() -> None:
+def test_drafter_that_may_not_skip_gets_plans_without_room() -> None:
     drafter = Sleeper()
     drafter.may_skip = False
     core = core_with(drafter)
@@ -107,7 +107,7 @@ def test_a_drafter_that_needs_each_plan_gets_those_without_room() -> None:
     assert drafter.calls == ["planned", "observed"] * 3
 
 
-def test_nothing_is_drafted_for_plans_without_room() -> None:
+def test_drafter_is_skipped_while_plans_have_no_room() -> None:
     drafter = Sleeper()
     core = core_with(drafter)
     core.scheduler.token_budget = 2

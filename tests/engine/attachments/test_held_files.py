@@ -1,5 +1,6 @@
-"""Retained requests come back with the next engine over the same directory: tokens, owner and
-expiry. Damaged or expired files do not, nor files of other servers or models."""
+"""The next engine over a directory restores retained requests: tokens, owner and expiry.
+
+Damaged and expired files, and files of other servers or models, are not restored."""
 
 import logging
 import time
@@ -21,7 +22,7 @@ TOKENS = np.arange(5, 45, dtype=np.int32)
 PRINT = b"\1\2"
 
 
-def told(name: str = "cmpl-a", index: int = 0, **more: Any) -> RetainedRequest:
+def retained(name: str = "cmpl-a", index: int = 0, **more: Any) -> RetainedRequest:
     fields = {"keep_s": 60.0, "tenant": "", "cache_salt": "salt", "expires_in_s": 50.0} | more
     return RetainedRequest(name, index, 30, len(TOKENS), 0, **fields)
 
@@ -32,9 +33,9 @@ def opened(folder: Path, server: str = "one", fingerprint: bytes = PRINT) -> Ret
     return files
 
 
-def kept(folder: Path, *held: RetainedRequest, server: str = "one") -> None:
+def write(folder: Path, *requests: RetainedRequest, server: str = "one") -> None:
     files = opened(folder, server)
-    files.submit({(one.id, one.index): (one, TOKENS) for one in held})
+    files.submit({(one.id, one.index): (one, TOKENS) for one in requests})
     files.close()
 
 
@@ -53,8 +54,13 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.held"))
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    kept(tmp_path, told(), told("cmpl-a", 1), told("../b", tenant="user 1", adapter_id="x"))
+def test_written_requests_are_restored(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        retained(),
+        retained("cmpl-a", 1),
+        retained("../b", tenant="user 1", adapter_id="x"),
+    )
     found = {(each.request_id, each.index): each for each in loaded(tmp_path)}
     assert sorted(found) == [("../b", 0), ("cmpl-a", 0), ("cmpl-a", 1)]
     one = found["../b", 0]
@@ -70,56 +76,58 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
 
 
-def test_a_request_with_an_image_has_no_file(tmp_path: Path) -> None:
+def test_request_with_an_image_is_not_written(tmp_path: Path) -> None:
     picture = MediaItem(start=1, num_tokens=2, digest=b"p" * 32)
-    kept(tmp_path, told(media=(picture,)), told("cmpl-b"))
+    write(tmp_path, retained(media=(picture,)), retained("cmpl-b"))
     assert names(tmp_path) == ["cmpl-b"]
 
 
-def test_what_is_let_go_is_deleted(tmp_path: Path) -> None:
+def test_released_and_rewound_requests_update_their_files(tmp_path: Path) -> None:
     files = opened(tmp_path)
-    files.submit({("cmpl-a", 0): (told(), TOKENS), ("cmpl-b", 0): (told("cmpl-b"), TOKENS)})
-    files.submit({("cmpl-a", 0): None, ("cmpl-b", 0): (told("cmpl-b"), TOKENS[:7])})
+    files.submit({("cmpl-a", 0): (retained(), TOKENS), ("cmpl-b", 0): (retained("cmpl-b"), TOKENS)})
+    files.submit({("cmpl-a", 0): None, ("cmpl-b", 0): (retained("cmpl-b"), TOKENS[:7])})
     files.close()
     [found] = loaded(tmp_path)
     assert (found.request_id, found.token_ids) == ("cmpl-b", TOKENS[:7].tolist())
 
 
-def test_running_numbers_are_no_names(tmp_path: Path) -> None:
-    kept(tmp_path, told("17"))
+def test_requests_with_a_number_as_id_are_not_written(tmp_path: Path) -> None:
+    write(tmp_path, retained("17"))
     assert files_in(tmp_path) == []
 
 
-def test_time_goes_on_between_two_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept(tmp_path, told("short", expires_in_s=10.0), told("long", expires_in_s=50.0))
+def test_expiry_counts_the_time_between_two_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, retained("short", expires_in_s=10.0), retained("long", expires_in_s=50.0))
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 30.0)
     [found] = loaded(tmp_path)
     assert found.request_id == "long" and 19 < found.left_s <= 20.1
-    assert len(files_in(tmp_path)) == 1, "what is late is deleted"
+    assert len(files_in(tmp_path)) == 1, "the expired file is deleted"
     monkeypatch.setattr(time, "time", lambda: now - 1e6)  # the clock was set back
     assert loaded(tmp_path)[0].left_s == 60.0
 
 
-def test_keys_of_another_server_may_be_other_keys(tmp_path: Path) -> None:
-    held = told("cmpl-a", tenant="key 1"), told("cmpl-b", tenant="user 77")
-    kept(tmp_path, *held)
+def test_another_server_deletes_requests_of_api_keys(tmp_path: Path) -> None:
+    requests = retained("cmpl-a", tenant="key 1"), retained("cmpl-b", tenant="user 77")
+    write(tmp_path, *requests)
     assert sorted(names(tmp_path, server="one")) == ["cmpl-a", "cmpl-b"]
     assert names(tmp_path, server="two") == ["cmpl-b"]
-    assert names(tmp_path, server="one") == ["cmpl-b"], "it is deleted"
+    assert names(tmp_path, server="one") == ["cmpl-b"], "server two has deleted the file"
 
 
-def test_another_cache_has_others(tmp_path: Path) -> None:
-    kept(tmp_path, told())
+def test_other_fingerprint_restores_nothing(tmp_path: Path) -> None:
+    write(tmp_path, retained())
     assert names(tmp_path, fingerprint=b"\3") == []
     assert names(tmp_path) == ["cmpl-a"]
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "text"])
-def test_what_is_damaged_is_left_out(
+def test_damaged_files_are_skipped_and_deleted(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept(tmp_path, told(), told("cmpl-b"))
+    write(tmp_path, retained(), retained("cmpl-b"))
     path = files_in(tmp_path)[0]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -133,17 +141,17 @@ def test_what_is_damaged_is_left_out(
     assert len(files_in(tmp_path)) == 1
 
 
-def test_engines_at_the_same_time_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_concurrent_engines_use_separate_folders(tmp_path: Path) -> None:
     one, other = opened(tmp_path), opened(tmp_path)
-    one.submit({("cmpl-a", 0): (told(), TOKENS)})
-    other.submit({("cmpl-b", 0): (told("cmpl-b"), TOKENS)})
+    one.submit({("cmpl-a", 0): (retained(), TOKENS)})
+    other.submit({("cmpl-b", 0): (retained("cmpl-b"), TOKENS)})
     one.close()
-    assert names(tmp_path) == ["cmpl-a"], "the other one is there"
+    assert names(tmp_path) == ["cmpl-a"], "the other engine still locks its folder"
     other.close()
     assert {path.parent.name for path in files_in(tmp_path)} == {"0", "1"}
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(
+def test_folder_that_cannot_be_created_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "quire-held-1").write_text("in the way")
@@ -156,9 +164,9 @@ def test_a_folder_that_cannot_be_made_is_a_warning(
 
 
 @needs_core
-def test_the_next_engine_holds_what_one_held(tmp_path: Path) -> None:
-    """It forks what the one before has held, with the blocks that the directory has, and gets what
-    a new request gets; what was let go or rewound stays so."""
+def test_next_engine_restores_the_retained_requests(tmp_path: Path) -> None:
+    """A fork of a restored request uses the directory's blocks and equals a new request. Released
+    requests stay released and rewound requests stay rewound."""
     settings: dict[str, Any] = {"kv_disk_dir": str(tmp_path / "blocks"), "num_blocks": 40}
     one = Engine(**settings)
     first, second, third = (one.kept(seed=seed) for seed in range(3))
@@ -174,8 +182,8 @@ def test_the_next_engine_holds_what_one_held(tmp_path: Path) -> None:
     assert other.held(second.id).token_ids == tokens[:9]
     assert other.held(first.id).token_ids == tokens
     other.num_asked = 100  # its requests have other names
-    asked = other.ask(tokens[:30], Fork(first.id, 0, 30), max_tokens=8, seed=9, keep_s=600)
-    [output] = other.finish(asked)
+    forked = other.ask(tokens[:30], Fork(first.id, 0, 30), max_tokens=8, seed=9, keep_s=600)
+    [output] = other.finish(forked)
     assert output.num_cached_tokens == 16, "the directory had the full block"
     [expected] = other.tokens(tokens[:30], max_tokens=8, seed=9, skip_reading_prefix_cache=True)
     assert output.outputs[0].token_ids == expected
@@ -184,5 +192,5 @@ def test_the_next_engine_holds_what_one_held(tmp_path: Path) -> None:
     outcome = replay_all(read_recording(record))
     assert outcome.difference is None and outcome.num_requests == 2
     last = Engine(**settings)
-    assert {each.id for each in last.client.held()} == {second.id, asked.request_id}
+    assert {each.id for each in last.client.held()} == {second.id, forked.request_id}
     last.close()

@@ -1,8 +1,8 @@
-"""KV events for routers, read as vLLM's structs, compared with the indexes themselves.
+"""KV events for routers, decoded as vLLM's structs and compared with the prefix indexes.
 
 After each call of a door, a router that receives every message knows exactly the blocks of the
-device and of host memory. Random programs run meanwhile. The router can compute each name from the
-events' tokens, previous block and salts.
+device and of host memory. Random programs check this. The router can compute each name from the
+events' tokens, parent block and salts.
 
 Covers `scheduler/reuse/index_changes.py`.
 """
@@ -49,11 +49,11 @@ from tests.support.scheduler.state_machines import run_machine
 # ---- vLLM's side: fields, order and options as in its vllm/distributed/kv_events.py -------------
 
 
-class TheirEvent(msgspec.Struct, omit_defaults=True, tag=True, forbid_unknown_fields=True):
+class VllmEvent(msgspec.Struct, omit_defaults=True, tag=True, forbid_unknown_fields=True):
     pass
 
 
-class BlockStored(TheirEvent):
+class BlockStored(VllmEvent):
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
     token_ids: list[int]
@@ -67,13 +67,13 @@ class BlockStored(TheirEvent):
     kv_cache_spec_sliding_window: int | None = None
 
 
-class BlockRemoved(TheirEvent):
+class BlockRemoved(VllmEvent):
     block_hashes: list[int | bytes]
     medium: str | None
     group_idx: int | None = None
 
 
-class AllBlocksCleared(TheirEvent):
+class AllBlocksCleared(VllmEvent):
     pass
 
 
@@ -91,7 +91,7 @@ def hash_of(digest: bytes) -> int:
 
 
 class Router:
-    """Takes the place of the publisher, and keeps what messages tell. has_room: for more."""
+    """Stands in for the publisher and keeps the blocks of all messages. has_room: for more."""
 
     endpoint = "here"
 
@@ -99,7 +99,7 @@ class Router:
         self.maker = maker
         self.has_room, self.has_missed = True, False
         self.batches: list[KVEventBatch] = []
-        self.held: dict[tuple[str, int], set[int]] = defaultdict(set)
+        self.stored: dict[tuple[str, int], set[int]] = defaultdict(set)
 
     def publish(self, message: Any) -> bool:
         self.has_missed |= not self.has_room
@@ -114,28 +114,28 @@ class Router:
         self.batches.append(batch)
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                self.held.clear()
+                self.stored.clear()
                 continue
             assert event.medium is not None and event.group_idx is not None
-            held = self.held[event.medium, event.group_idx]
+            stored = self.stored[event.medium, event.group_idx]
             hashes = set(event.block_hashes)
             assert len(hashes) == len(event.block_hashes) > 0
             if isinstance(event, BlockStored):
-                assert not hashes & held, "it is there already"
-                held |= hashes  # type: ignore[arg-type]
+                assert not hashes & stored, "the block is stored already"
+                stored |= hashes  # type: ignore[arg-type]
             else:
-                assert hashes <= held or self.has_missed, "it was never there"
-                held -= hashes  # type: ignore[arg-type]
+                assert hashes <= stored or self.has_missed, "the block was never stored"
+                stored -= hashes  # type: ignore[arg-type]
 
     def check(self, kv: KVManager) -> None:
         for medium, pools in (("GPU", kv.pools), ("CPU", kv.host_pools)):
             for g, pool in enumerate(pools):
                 mine = {hash_of(digest) for digest in pool._index}
-                assert self.held[medium, g] == mine, f"{medium}, group {g}"
+                assert self.stored[medium, g] == mine, f"{medium}, group {g}"
 
 
-class HeardDoors:
-    """The doors of a scheduler, with an attachment that hears what they decide."""
+class ObservedDoors:
+    """The doors of a scheduler, with an attachment that hears their decisions."""
 
     def __init__(self, scheduler: Scheduler, attachment: KVEvents) -> None:
         self._scheduler, self.attachment = scheduler, attachment
@@ -157,11 +157,11 @@ class HeardDoors:
         return decisions
 
 
-def watch(scheduler: Scheduler, keeps_tokens: bool = True) -> tuple[HeardDoors, Router]:
+def watch(scheduler: Scheduler, keeps_tokens: bool = True) -> tuple[ObservedDoors, Router]:
     kv = scheduler.memory.kv
     router = Router(EventMaker(kv.groups, kv.block_size, 3))
     scheduler.subscribe(Topic.INDEX, keeps_tokens)
-    return HeardDoors(scheduler, KVEvents(router)), router  # type: ignore[arg-type]
+    return ObservedDoors(scheduler, KVEvents(router)), router  # type: ignore[arg-type]
 
 
 # ---- random programs ----------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class WatchedMachine(SchedulerMachine):
 
     def make_executor(self, sizes: tuple, lazy: bool):  # type: ignore[no-untyped-def,type-arg]
         self.watching, self.router = watch(self.scheduler)
-        self.digests: dict[int, bytes] = {}  # by hash, of what was stored on the device
+        self.digests: dict[int, bytes] = {}  # by hash, of blocks on the device
         return super().make_executor(sizes, lazy)
 
     @invariant()
@@ -187,24 +187,24 @@ class WatchedMachine(SchedulerMachine):
         self.num_read = len(self.router.batches)
         for event in (event for batch in batches for event in batch.events):
             if isinstance(event, BlockStored):
-                self.makes_names_anew(event)
+                self.recompute_names(event)
 
-    def makes_names_anew(self, event: BlockStored) -> None:
-        """From what the event says and what was said before of the block before."""
+    def recompute_names(self, event: BlockStored) -> None:
+        """Recompute the event's block names from its fields and the parent block's digest."""
         if event.medium == "CPU":
             assert event.token_ids == [] and event.parent_block_hash is None
             return
         assert len(event.token_ids) == BLOCK * len(event.block_hashes)
         if not self.kv.enable_prefix_caching or self.num_resets:
-            return  # roots that nobody outside can know
+            return  # a router cannot know these roots
         salt = (event.extra_keys or [None])[0] or ("",)
         root = root_digest(b"", salt[0])
         digests = []
         if event.parent_block_hash is not None:
-            assert event.extra_keys is None, "it enters with the first block alone"
+            assert event.extra_keys is None, "only the first block has a salt"
             known = self.digests.get(event.parent_block_hash)  # type: ignore[call-overload]
             if known is None:
-                return  # it had left the window before it was full
+                return  # the parent left the window before it was full
             digests = [known]
         tokens = np.array(event.token_ids, np.int32)
         num = len(event.block_hashes)
@@ -228,11 +228,11 @@ class WatchedWindows(WatchedMachine):
     "machine",
     slow_but((WatchedMachine, WatchedWindows, WatchedStates), WatchedMachine, WatchedStates),
 )
-def test_a_router_knows_what_is_there_after_every_call(machine: type, max_examples: int) -> None:
+def test_router_knows_all_cached_blocks_after_every_call(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
 
 
-# ---- by hand ------------------------------------------------------------------------------------
+# ---- single messages -----------------------------------------------------------------------------
 
 
 def scheduler_of(num_blocks: int = 8, tier: bool = False) -> Scheduler:
@@ -242,7 +242,7 @@ def scheduler_of(num_blocks: int = 8, tier: bool = False) -> Scheduler:
     return Scheduler(Memory(kv, 64), config, 100, takes_media=True)
 
 
-def finish(doors: HeardDoors, request_id: str, prompt: list[int], **changed: Any) -> None:
+def finish(doors: ObservedDoors, request_id: str, prompt: list[int], **changed: Any) -> None:
     """Run a request of one token to its end."""
     request = msgspec.structs.replace(dry_request(request_id, prompt, 1), **changed)
     assert doors.add(request, 0.0).refusal is None
@@ -253,7 +253,7 @@ def finish(doors: HeardDoors, request_id: str, prompt: list[int], **changed: Any
     doors.update(executor.next_result(), 0.0)
 
 
-def test_a_message_word_by_word() -> None:
+def test_stored_event_has_every_field() -> None:
     scheduler = scheduler_of()
     doors, router = watch(scheduler)
     finish(doors, "a", [*range(2 * BLOCK), 9], cache_salt="ours")
@@ -278,10 +278,10 @@ def test_a_message_word_by_word() -> None:
     ]
     nothing = IndexDelta(False, [], [], BLOCK)
     raw = msgspec.msgpack.decode(router.maker.encode([(1.0, nothing)]))
-    assert raw == [1.0, [], 3], "the batch is an array, with the core's number"
+    assert raw == [1.0, [], 3], "the batch is an array, with the data-parallel rank"
 
 
-def test_tokens_salts_and_adapters_stay_here_unless_asked_for() -> None:
+def test_tokens_salts_and_adapters_are_omitted_without_token_ids() -> None:
     doors, router = watch(scheduler_of(), keeps_tokens=False)
     finish(doors, "a", [*range(BLOCK), 9], cache_salt="secret", adapter_id="mine")
     (event,) = router.batches[0].events
@@ -290,7 +290,7 @@ def test_tokens_salts_and_adapters_stay_here_unless_asked_for() -> None:
     assert len(event.block_hashes) == 1
 
 
-def test_the_images_that_start_in_a_block() -> None:
+def test_extra_keys_list_the_images_that_start_in_each_block() -> None:
     doors, router = watch(scheduler_of())
     items = [MediaItem(start, 2, bytes([start]) * 32) for start in (1, BLOCK + 1)]
     finish(doors, "a", [*range(2 * BLOCK), 9], media=tuple(items), cache_salt="ours")
@@ -300,7 +300,7 @@ def test_the_images_that_start_in_a_block() -> None:
     assert event.extra_keys == [(digests[0], "ours"), (digests[1],)]
 
 
-def test_the_block_before_and_adapters() -> None:
+def test_stored_event_names_parent_block_and_adapter() -> None:
     doors, router = watch(scheduler_of())
     finish(doors, "a", [*range(BLOCK), 9], adapter_id="fox")
     finish(doors, "b", [*range(2 * BLOCK), 9], adapter_id="fox")
@@ -311,7 +311,7 @@ def test_the_block_before_and_adapters() -> None:
     assert second.lora_name == "fox" and second.extra_keys == [("fox",)]
 
 
-def test_a_reset_is_one_event() -> None:
+def test_prefix_cache_reset_is_one_event() -> None:
     scheduler = scheduler_of()
     doors, router = watch(scheduler)
     finish(doors, "a", [*range(3 * BLOCK), 9])
@@ -320,8 +320,8 @@ def test_a_reset_is_one_event() -> None:
     router.check(scheduler.memory.kv)
 
 
-def test_after_a_loss_everything_is_forgotten() -> None:
-    """Then a router knows of fewer blocks than there are, never of one that is not there."""
+def test_lost_message_clears_the_routers_blocks() -> None:
+    """The router then knows fewer blocks than are cached, never one that is not cached."""
     scheduler = scheduler_of(num_blocks=6)
     doors, router = watch(scheduler)
     finish(doors, "a", [*range(3 * BLOCK), 9])
@@ -330,29 +330,29 @@ def test_after_a_loss_everything_is_forgotten() -> None:
     router.has_room = True
     finish(doors, "c", [*range(90, 90 + BLOCK), 9])
     assert isinstance(router.batches[-1].events[0], AllBlocksCleared)
-    there = {hash_of(digest) for digest in scheduler.memory.kv.pools[0]._index}
-    assert 0 < len(router.held["GPU", 0]) < len(there)
-    assert router.held["GPU", 0] < there
+    cached = {hash_of(digest) for digest in scheduler.memory.kv.pools[0]._index}
+    assert 0 < len(router.stored["GPU", 0]) < len(cached)
+    assert router.stored["GPU", 0] < cached
 
 
-def test_nothing_is_kept_where_nobody_listens() -> None:
+def test_index_changes_are_not_collected_without_a_subscriber() -> None:
     scheduler = scheduler_of(tier=True)
     kv = scheduler.memory.kv
     assert all(pool.changes is None for pool in (*kv.pools, *kv.host_pools))
     assert scheduler.schedule(0.0).notes == []
 
 
-def test_without_a_prefix_cache_there_is_nothing_to_tell() -> None:
+def test_kv_events_require_the_prefix_cache() -> None:
     config = EngineConfig(
         cache=CacheConfig(enable_prefix_caching=False),
         kv_events_config='{"enable_kv_cache_events": true}',
     )
     with pytest.raises(ConfigError, match="prefix cache"):
         publish_events(None, config)  # type: ignore[arg-type]
-    assert "kv_events_config" not in VLLM_SETTINGS, "it is one of ours now"
+    assert "kv_events_config" not in VLLM_SETTINGS, "quire has this setting itself"
 
 
-def test_partial_blocks_are_refused_since_events_cannot_describe_them() -> None:
+def test_kv_events_reject_reuse_of_partial_blocks() -> None:
     scheduler, events = SchedulerConfig(reuse_partial_blocks=True), '{"enable_kv_cache_events": %s}'
     config = EngineConfig(scheduler=scheduler, kv_events_config=events % "true")
     with pytest.raises(ConfigError, match="remove one of them"):
@@ -364,8 +364,8 @@ def test_partial_blocks_are_refused_since_events_cannot_describe_them() -> None:
 # ---- a real engine ------------------------------------------------------------------------------
 
 
-def test_an_engine_tells_over_a_socket(tmp_path: Any) -> None:
-    """As `LLM(kv_events_config={...})`, heard by who asks for what it has missed."""
+def test_engine_publishes_events_over_a_socket(tmp_path: Any) -> None:
+    """A subscriber asks for a replay of the messages that it missed."""
     events = {
         "enable_kv_cache_events": True,
         "endpoint": f"ipc://{tmp_path}/pub",
@@ -375,21 +375,21 @@ def test_an_engine_tells_over_a_socket(tmp_path: Any) -> None:
     llm = LLM(str(text_checkpoint()), kv_events_config=events, block_size=BLOCK, device="cpu")
     llm.generate([{"prompt_token_ids": list(range(1, 14))}])
     context = zmq.Context()
-    asker = context.socket(zmq.DEALER)
-    asker.connect(events["replay_endpoint"])
-    asker.send_multipart((b"", (0).to_bytes(8, "big")))
-    assert asker.poll(10_000)
-    _, number, payload = asker.recv_multipart()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(events["replay_endpoint"])
+    dealer.send_multipart((b"", (0).to_bytes(8, "big")))
+    assert dealer.poll(10_000)
+    _, number, payload = dealer.recv_multipart()
     (event, *_) = DECODER.decode(payload).events
     assert number == bytes(8) and isinstance(event, BlockStored)
     assert event.token_ids[:BLOCK] == [1, 2, 3, 4] and event.group_idx == 0
     llm.close()
     context.destroy(linger=0)
-    assert json.loads(msgspec.json.encode(events))  # a dictionary is as good as a text
+    assert json.loads(msgspec.json.encode(events))  # a dictionary works like a JSON text
 
 
-def test_what_an_engine_does_at_its_end_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
-    """It moves what it has cached to its stores then."""
+def test_changes_after_the_close_are_not_reported_as_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that closes moves its cached blocks to its stores."""
     doors, router = watch(scheduler_of())
     finish(doors, "a", [*range(2 * BLOCK), 9])
     router.has_room = False

@@ -39,7 +39,7 @@ def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 class Reader:
-    """Reads one request to its end in a task. tokens: those that have arrived."""
+    """Reads one request to its end in a task. tokens: the tokens that have arrived."""
 
     def __init__(self, client: RemoteClient, name: str, max_tokens: int = LONG) -> None:
         self.tokens: list[int] = []
@@ -65,7 +65,7 @@ async def wanted(client: RemoteClient) -> list[int]:
     return reader.tokens
 
 
-def test_keep_freezes_requests_and_later_ones_wait(served: Served) -> None:
+def test_keep_freezes_running_requests_and_queues_later_ones(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         whole = await wanted(client)
@@ -75,7 +75,7 @@ def test_keep_freezes_requests_and_later_ones_wait(served: Served) -> None:
         assert await client.pause(None)
         later = Reader(client, "later")
         num = len(running.tokens)
-        # The answer to a question shows that the core has turned since.
+        # The replies show that the core's loop has run since the pause.
         await client.metrics()
         await client.metrics()
         assert len(running.tokens) == num < LONG and not later.tokens
@@ -89,7 +89,7 @@ def test_keep_freezes_requests_and_later_ones_wait(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_wait_lets_requests_finish_and_holds_back_later_ones(served: Served) -> None:
+def test_wait_finishes_running_requests_and_queues_later_ones(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         whole = await wanted(client)
@@ -110,7 +110,7 @@ def test_wait_lets_requests_finish_and_holds_back_later_ones(served: Served) -> 
     asyncio.run(run())
 
 
-def test_abort_ends_requests_with_their_output(served: Served) -> None:
+def test_abort_ends_requests_with_their_partial_output(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         whole = await wanted(client)
@@ -128,8 +128,8 @@ def test_abort_ends_requests_with_their_output(served: Served) -> None:
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
-def test_a_frozen_engine_is_paused_at_once(served: Served, mode: str, reason: str) -> None:
-    """Its requests cannot finish, so waiting for them would not end."""
+def test_frozen_engine_pauses_without_waiting(served: Served, mode: str, reason: str) -> None:
+    """Its requests cannot finish, so a wait for them would never end."""
 
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
@@ -158,8 +158,8 @@ def test_an_unknown_mode_changes_nothing(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_all_clients_learn_of_new_weights(served: Served) -> None:
-    """In the middle of a paused request; also clients that connect later."""
+def test_all_clients_report_new_weights(served: Served) -> None:
+    """During a paused request, and for clients that connect later."""
 
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
@@ -188,8 +188,8 @@ def test_all_clients_learn_of_new_weights(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_ends_is_not_paused(served: Served) -> None:
-    """Its last plans save the cache."""
+def test_paused_engine_closes(served: Served) -> None:
+    """Its last plans, which save the cache, run despite the pause."""
 
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)

@@ -1,4 +1,4 @@
-"""max_num_queued_reqs: how many may wait, and what who is refused learns, also over the wire."""
+"""max_num_queued_reqs bounds the waiting requests; local and remote clients get EngineBusy."""
 
 import asyncio
 from pathlib import Path
@@ -22,13 +22,13 @@ ROWS, QUEUED = 2, 3
 
 @pytest.fixture
 def core() -> EngineCore:
-    """Two rows; three may wait beside them."""
+    """A core with two rows and room for three waiting requests."""
     settings = SETTINGS | {"max_num_seqs": ROWS, "max_num_queued_reqs": QUEUED}
     config = config_from_flat(model=str(checkpoint("llama")), **settings)
     return build_core(config, resolve_model(config.model.model), MonotonicClock()).core
 
 
-def test_a_burst_may_take_the_free_rows_and_the_queue(core: EngineCore) -> None:
+def test_burst_fills_the_free_rows_and_the_queue(core: EngineCore) -> None:
     for i in range(ROWS + QUEUED):
         core.add(request(f"{i}"))
     with pytest.raises(EngineBusy, match="are waiting already .5, and max_num_queued_reqs is 3"):
@@ -45,8 +45,8 @@ def test_a_burst_may_take_the_free_rows_and_the_queue(core: EngineCore) -> None:
         core.add(request("again too many"))
 
 
-def test_rows_that_are_free_do_not_help_where_somebody_is_left_waiting(core: EngineCore) -> None:
-    """The pool is what is short, not rows: newcomers would queue behind who waits."""
+def test_free_rows_admit_nothing_while_the_pool_is_full(core: EngineCore) -> None:
+    """Blocks are short, not rows, so new requests would queue behind the waiting ones."""
     pool = core.scheduler.memory.kv.pools[0]
     taken = [pool.allocate() for _ in range(pool.num_free)]
     core.add(request("first"))
@@ -60,7 +60,7 @@ def test_rows_that_are_free_do_not_help_where_somebody_is_left_waiting(core: Eng
         pool.release(block_id)
 
 
-def test_without_a_limit_everybody_may_wait(core: EngineCore) -> None:
+def test_queue_is_unbounded_without_a_limit(core: EngineCore) -> None:
     limit = attached(core, QueueLimit)
     assert limit is not None
     core.detach(limit)
@@ -69,7 +69,7 @@ def test_without_a_limit_everybody_may_wait(core: EngineCore) -> None:
     assert core.scheduler.num_waiting == 100
 
 
-def test_a_remote_client_is_told_that_it_is_only_too_many(core: EngineCore, tmp_path: Path) -> None:
+def test_remote_client_gets_engine_busy_and_may_retry(core: EngineCore, tmp_path: Path) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         calls = [token_ids(client.generate(request(f"{i}", max_tokens=30))) for i in range(20)]

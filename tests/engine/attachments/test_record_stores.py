@@ -1,5 +1,7 @@
-"""Recordings of engines with stores replay to the same plans and orders, from the start and from
-the middle. They hold no names of stores. A scheduler with other look-ups is detected."""
+"""Recordings of engines with stores replay to the same plans and orders.
+
+They replay from the start and from the middle, and contain no names of stores. A replay detects a
+scheduler with different look-ups."""
 
 from collections import Counter
 from pathlib import Path
@@ -41,7 +43,7 @@ def recorder_of(llm: LLM) -> Recorder:
 
 
 def record(folder: Path, name: str, segments: bool = False, **settings: Any) -> Path:
-    """A run whose pool is too small for its prompts, over the directory of all runs in `folder`."""
+    """Record a run whose pool is too small for its prompts. Runs in `folder` share a store."""
     pool = pool_bytes(checkpoint("qwen3"), 30, 4, 4)
     few: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": 2, "dtype": "float32"}
     few |= {"kv_disk_dir": str(folder / "a secret place"), "record": str(folder / name)}
@@ -64,13 +66,13 @@ def record(folder: Path, name: str, segments: bool = False, **settings: Any) -> 
         pytest.param(True, 2, True, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_is_replayed_exactly(
+def test_run_with_a_store_replays_exactly(
     tmp_path: Path, keeps_tokens: bool, depth: int, eager: bool
 ) -> None:
     settings: dict[str, Any] = {"record_tokens": keeps_tokens, "pipeline_depth": depth}
     settings["kv_eager"] = eager
     kinds: list[set[str]] = []
-    for name in ("first", "second"):  # the second one finds what the first has left
+    for name in ("first", "second"):  # the second run finds the blocks of the first
         path = record(tmp_path, name, segments=name == "second", **settings)
         assert replayed(path).num_requests == 24
         calls = [call for s in read_recording(path) for call in calls_of(s.items)]
@@ -81,12 +83,12 @@ def test_a_run_is_replayed_exactly(
         assert {order["order"] for order in orders} >= {"LookUp", "Keep"}
     assert {"LookedUp", "Kept", "ResetPrefixCache"} <= kinds[0] and "Fetched" in kinds[1]
     assert len(segment_paths(tmp_path / "second")) == 5
-    for path in segment_paths(tmp_path / "second"):  # each by itself, from its snapshot
+    for path in segment_paths(tmp_path / "second"):  # each segment alone, from its snapshot
         replayed(path)
 
 
 class RecordedAtOnce(Recorded):
-    """From the first call on, with orders that wait to be taken, and blocks of other engines."""
+    """Recorded from the first call on, with pending orders and with blocks of other engines."""
 
     @invariant()
     def is_recorded(self) -> None:
@@ -97,7 +99,9 @@ class RecordedAtOnce(Recorded):
 
 @pytest.mark.parametrize("max_examples", [5, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", slow_but((StoresMachine, MixedStoresMachine), MixedStoresMachine))
-def test_random_programs_with_stores(tmp_path: Path, kind: type, max_examples: int) -> None:
+def test_random_programs_replay_with_every_kind_of_order(
+    tmp_path: Path, kind: type, max_examples: int
+) -> None:
     machine = type("RecordedMachine", (RecordedAtOnce, kind), {"folder": tmp_path})
     run_machine(machine, max_examples)
     orders = Counter(
@@ -110,25 +114,25 @@ def test_random_programs_with_stores(tmp_path: Path, kind: type, max_examples: i
     assert {"LookUp", "Fetch", "Keep", "Remove"} <= orders.keys(), orders
 
 
-def test_where_the_blocks_are_is_not_written(tmp_path: Path) -> None:
+def test_recording_omits_the_path_of_the_store(tmp_path: Path) -> None:
     path = record(tmp_path, "run", segments=True, record_tokens=True)
     found = [body for path in segment_paths(path) for body in bodies(path)]
     assert len(found) > 5 and not any(b"secret place" in body for body in found)
 
 
-def one(path: Path) -> Any:
+def difference_of(path: Path) -> Any:
     found = replay_all(read_recording(path)).difference
     assert found is not None
     return found
 
 
-def test_a_scheduler_that_asks_otherwise_is_found(tmp_path: Path, monkeypatch) -> None:
-    """Answers to what it never asked, and questions that nobody answers, end in a difference."""
+def test_replay_detects_different_orders_to_stores(tmp_path: Path, monkeypatch) -> None:
+    """Unordered results and orders without a result both end in a difference."""
     path = record(tmp_path, "first")
     path = record(tmp_path, "second")
     with monkeypatch.context() as patch:
         patch.setattr(Stores, "look_up", lambda self, s, *_: not self._memory.names.readable(s))
-        found = one(path)
+        found = difference_of(path)
         assert found.subject == "an order to a store, LookUp," and found.replayed == "none"
         assert found.during.startswith("add request ")
     with monkeypatch.context() as patch:
@@ -139,16 +143,16 @@ def test_a_scheduler_that_asks_otherwise_is_found(tmp_path: Path, monkeypatch) -
             allocate(self, wait, store, names[:-1])
 
         patch.setattr(Stores, "_order", one_block_less)
-        found = one(path)
+        found = difference_of(path)
         assert given and found.subject == "an order to a store, Fetch.host_blocks,"
         assert "entries" in found.recorded != found.replayed
     with monkeypatch.context() as patch:
-        patch.setattr(Stores, "_take_looked_up", lambda self, answer: None)  # requests wait on
-        assert one(path).subject == "whether there is a plan"
+        patch.setattr(Stores, "_take_looked_up", lambda self, answer: None)  # requests wait forever
+        assert difference_of(path).subject == "whether there is a plan"
     replayed(path)
 
 
-def test_the_model_stops_where_a_store_was_asked_for_blocks(tmp_path: Path) -> None:
+def test_replay_with_the_model_stops_at_blocks_from_a_store(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"record_tokens": True, "pipeline_depth": 1}
     first = record(tmp_path, "first", kv_host_gb=0.01, **settings)
     second = record(tmp_path, "second", **settings)

@@ -1,4 +1,4 @@
-"""Recordings replay to the same plans, and hold no user's text.
+"""Recordings replay to the same plans and contain no user text.
 
 The recorded runs use a real (tiny) model and every field of a plan.
 
@@ -47,7 +47,9 @@ def replayed(directory: Path) -> Outcome:
     ("keeps_tokens", "mode", "depth"),
     in_turn([False, True], ["recompute", "swap"], [1, 2, 3]),
 )
-def test_a_run_with_everything(tmp_path: Path, depth: int, mode: str, keeps_tokens: bool) -> None:
+def test_full_run_replays_to_the_same_plans(
+    tmp_path: Path, depth: int, mode: str, keeps_tokens: bool
+) -> None:
     run = Run(tmp_path, keeps_tokens, pipeline_depth=depth, preemption_mode=mode)
     run.everything()
     outcome = replayed(tmp_path)
@@ -61,8 +63,8 @@ def test_a_run_with_everything(tmp_path: Path, depth: int, mode: str, keeps_toke
     assert any("moves" in plan for plan in plans)
 
 
-def test_plans_around_one_that_has_no_rows() -> None:
-    """Such as one that only copies blocks for a store."""
+def test_plan_prediction_restores_plans_without_rows() -> None:
+    """A plan without rows may, for example, only copy blocks for a store."""
     ones = np.ones(2, np.int32)
     full = Plan(step_id=1, rows=ones, num_tokens=ones, computed_bound=ones)
     plans = [full, Plan(step_id=2), Plan(step_id=3), full.replace(step_id=4)]
@@ -72,14 +74,16 @@ def test_plans_around_one_that_has_no_rows() -> None:
 
 
 @pytest.mark.parametrize("policy", slow_but(("fifo", "srtf", "two-level"), "two-level"))
-def test_every_policy(tmp_path: Path, policy: str) -> None:
+def test_every_scheduling_policy_replays(tmp_path: Path, policy: str) -> None:
     run = Run(tmp_path, scheduling_policy=policy, pipeline_depth=2)
     run.everything()
     replayed(tmp_path)
 
 
 @pytest.mark.parametrize("keeps_tokens", [False, True])
-def test_the_chosen_eviction_policy_and_hash(tmp_path: Path, keeps_tokens: bool) -> None:
+def test_replay_uses_the_recorded_eviction_policy_and_hash(
+    tmp_path: Path, keeps_tokens: bool
+) -> None:
     chosen = {"eviction_policy": "lfu", "prefix_caching_hash_algo": "blake2b"}
     run = Run(tmp_path, keeps_tokens, **chosen)
     for i in range(3):
@@ -96,7 +100,7 @@ def test_the_chosen_eviction_policy_and_hash(tmp_path: Path, keeps_tokens: bool)
     assert replay_all([segment]).difference is not None
     blake2b, sha256 = map(make_block_hash, ("blake2b", "sha256"))
     assert restored(segment).memory.names.digester.block_hash is blake2b
-    for name in chosen:  # as recordings of earlier versions
+    for name in chosen:  # recordings of earlier versions lack them
         del segment.header["settings"][name]
     assert restored(segment).memory.names.digester.block_hash is sha256
 
@@ -118,8 +122,8 @@ def test_a_snapshot_keeps_the_eviction_policy(tmp_path: Path, keeps_tokens: bool
 
 @pytest.mark.parametrize("keeps_tokens", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_steps_that_fail(tmp_path: Path, depth: int, keeps_tokens: bool) -> None:
-    """What the scheduler is told of a step that was repeated in parts is what is recorded."""
+def test_failed_steps_replay(tmp_path: Path, depth: int, keeps_tokens: bool) -> None:
+    """The recording has the result that the scheduler got after the failed step was retried."""
     run = Run(tmp_path, keeps_tokens, pipeline_depth=depth)
     run.bench.runner.raises = run.bench.runner.holds_poison
     shared = prompt(1, 16)
@@ -136,22 +140,22 @@ def test_steps_that_fail(tmp_path: Path, depth: int, keeps_tokens: bool) -> None
     assert list(errors.values()) == [wanted]
 
 
-def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
-    """Neither tokens in any encoding, nor texts, salts, tenants, nor digests one could try out."""
+def test_recordings_contain_nothing_of_a_prompt(tmp_path: Path) -> None:
+    """Neither tokens in any encoding, texts, salts, tenants, nor digests open to brute force."""
     run = Run(tmp_path, preemption_mode="swap")
     secrets: list[bytes] = [SALT.encode(), STOP.encode(), b"somebody", b"tenant 0", b"tenant 1"]
     digests: set[bytes] = set()
     names = run.core.scheduler.memory.names
 
-    class Overheard(Digester):
+    class DigestSpy(Digester):
         def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
             super().__call__(named, block_size, counts)
             for each in named:
                 digests.update(each.digests)
                 digests.add(each.root)
 
-    names.digester = Overheard()
-    for i in range(4):  # a segment begins in the middle of things, several times
+    names.digester = DigestSpy()
+    for i in range(4):  # segments begin while requests run
         run.ask(f"early {i}", prompt(30 + i, 20), 10, n=2)
         run.step(3)
         begin_segment(run.recorder)
@@ -162,7 +166,7 @@ def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
     for request in run.requests:
         for dtype in ("<i4", "<i8"):
             secrets.append(np.array(request.prompt_token_ids[:5], dtype).tobytes())
-        secrets.append(bytes(request.prompt_token_ids[:5]))  # as small integers of msgpack
+        secrets.append(bytes(request.prompt_token_ids[:5]))  # as msgpack encodes small integers
         output = run.bench.tokens[request.request_id]
         secrets += [bytes(output[:4])] if len(output) >= 4 else []
     found = [read for path in segment_paths(tmp_path) for read in bodies(path)]
@@ -173,7 +177,7 @@ def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
     replayed(tmp_path)
 
 
-def test_with_tokens_they_are_written(tmp_path: Path) -> None:
+def test_record_tokens_writes_prompts_and_salts(tmp_path: Path) -> None:
     run = Run(tmp_path, keeps_tokens=True)
     run.everything()
     body = b"".join(bodies(segment_paths(tmp_path)[0]))
@@ -189,7 +193,7 @@ def bodies(path: Path) -> list[bytes]:
 
 
 class Recorded:
-    """Random programs, recorded from some moment on, with segments that begin anywhere."""
+    """Random programs, recorded from a random call on, with segments that begin anywhere."""
 
     recorder: Recorder | None = None
 
@@ -222,15 +226,17 @@ class Recorded:
         *(HybridMachine, HeldMachine, MediaMachine),
     ),
 )
-def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
+def test_random_programs_replay_and_record_no_pixels(
+    tmp_path: Path, kind: type, max_examples: int
+) -> None:
     machine = type("RecordedMachine", (Recorded, kind), {"folder": tmp_path})
     run_machine(machine, max_examples)
     found = [read for path in tmp_path.rglob("*.rec") for read in bodies(path)]
     assert found and not any(PIXELS in body for body in found)
 
 
-def test_segments_rotate_within_a_bound(tmp_path: Path) -> None:
-    """Each of them can be replayed by itself, and the newest are kept."""
+def test_segments_rotate_within_max_bytes(tmp_path: Path) -> None:
+    """Each segment replays alone, and the newest segments stay."""
     run = Run(tmp_path, max_bytes=30_000)
     for round_ in range(15):
         run.ask(f"r{round_}", prompt(round_, 20), 10)
@@ -252,20 +258,20 @@ def test_segments_rotate_within_a_bound(tmp_path: Path) -> None:
     assert ends == ["goes on"] * (len(paths) - 1) + ["closed"]
 
 
-def test_a_segment_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
+def test_full_segment_starts_the_next_one(tmp_path: Path) -> None:
     written = threading.Event()
     run = Run(tmp_path, max_bytes=8_000)
     run.ask("r", prompt(1, 5), 50)
     while len(segment_paths(tmp_path)) < 2:
         run.step()
-        written.wait(0.01)  # the writer's thread looks twenty times a second
+        written.wait(0.01)  # the writer thread polls twenty times a second
         if not run.core.has_work:
             run.ask(f"r{len(run.requests)}", prompt(1, 5), 50)
     run.finish()
     replayed(tmp_path)
 
 
-def test_a_second_run_goes_on_behind_the_first(tmp_path: Path) -> None:
+def test_second_run_adds_its_segment_after_the_first(tmp_path: Path) -> None:
     for i in range(2):
         run = Run(tmp_path)
         run.ask(f"run {i}", prompt(1, 9))
@@ -277,8 +283,8 @@ def test_a_second_run_goes_on_behind_the_first(tmp_path: Path) -> None:
     assert replayed(tmp_path).num_requests == 2
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path, monkeypatch) -> None:
-    """As after kill -9: what is whole is replayed."""
+def test_truncated_file_replays_up_to_the_cut(tmp_path: Path, monkeypatch) -> None:
+    """As after kill -9: the complete frames are replayed."""
     monkeypatch.setattr(record, "FRAME_ITEMS", 4)
     run = Run(tmp_path)
     run.everything()
@@ -295,7 +301,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path, monkeypatch) -> None:
         assert "cut off" in outcome.notes[0], share
 
 
-def test_damage_is_told(tmp_path: Path) -> None:
+def test_damaged_recordings_are_reported(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.ask("r", prompt(1, 9))
     run.finish()
@@ -303,7 +309,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-25] ^= 1
     path.write_bytes(data)
-    damaged = read_segment(path)  # of the damaged frame nothing is believed
+    damaged = read_segment(path)  # the whole damaged frame is dropped
     assert damaged.state is State.DAMAGED and damaged.is_readable
     assert end_of(damaged.items) is None
     path.write_bytes(bytes(data[:40]))
@@ -322,7 +328,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
         list(calls_of([[0, 1.0, [1]], ["x"]]))
 
 
-def test_a_place_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+def test_unwritable_directory_fails_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(ConfigError, match="cannot be written"):
         Run(tmp_path / "file")
@@ -330,7 +336,7 @@ def test_a_place_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> 
         Run(tmp_path / "file" / "below")
 
 
-def test_a_disk_that_becomes_full_ends_the_recording_only(
+def test_full_disk_ends_only_the_recording(
     tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path)
@@ -354,10 +360,10 @@ def test_a_disk_that_becomes_full_ends_the_recording_only(
     assert replayed(tmp_path).state is State.CUT
 
 
-def test_a_disk_that_is_too_slow_leaves_a_gap(
+def test_slow_disk_leaves_a_gap_in_the_recording(
     tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine does not wait. When the disk has caught up a new segment begins."""
+    """The engine does not wait. A new segment begins when the disk has caught up."""
     monkeypatch.setattr(record, "MAX_QUEUED_ITEMS", 20)
     may_write, blocked = threading.Event(), threading.Event()
     append = RecordingFiles.append
@@ -392,7 +398,7 @@ def test_a_disk_that_is_too_slow_leaves_a_gap(
     replayed(tmp_path)
 
 
-def test_without_a_recorder_the_doors_are_the_scheduler(tmp_path: Path) -> None:
+def test_closed_recorder_records_no_requests(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.recorder.close()
     run.ask("not recorded", prompt(1, 9))

@@ -1,4 +1,4 @@
-"""An engine that sleeps gives memory back, and answers as a fresh engine once it is awake.
+"""A sleeping engine frees its memory; once awake, it answers like a fresh engine.
 
 Covers `engine/start/model_memory.py`.
 """
@@ -43,8 +43,8 @@ def memory_of(llm: LLM) -> ModelMemory:
 
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("torch", marks=pytest.mark.slow)])
-def test_memory_is_given_back(backend: str) -> None:
-    """All of a pool whose blocks were written, and most of the weights."""
+def test_sleep_frees_pool_and_weights(backend: str) -> None:
+    """The whole pool, whose blocks were all written, and on level 2 most of the weights."""
     settings: dict[str, Any] = {"attention_backend": backend, "weight_cache": "off"}
     settings |= {"dtype": "float32", "max_model_len": 512}
     with open_llm(Path("demo"), **settings, kv_cache_memory_bytes=200 * MB) as llm:
@@ -67,10 +67,8 @@ def test_memory_is_given_back(backend: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("level", [1, 2])
-def test_answers_after_a_sleep_are_the_same_and_nothing_is_cached(
-    architecture: str, level: int
-) -> None:
-    """Also states, sessions and pinned prefixes, which are computed again."""
+def test_sleep_keeps_answers_and_clears_the_cache(architecture: str, level: int) -> None:
+    """States, sessions and pinned prefixes are recomputed."""
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     with open_llm(checkpoint(architecture), dtype="float32") as llm:
         before = answers(llm)
@@ -98,7 +96,7 @@ def test_answers_after_a_sleep_are_the_same_and_nothing_is_cached(
         assert again.outputs[0].token_ids == continued.token_ids
 
 
-def test_an_update_wakes_freed_weights() -> None:
+def test_update_replaces_freed_weights() -> None:
     """vLLM's order: sleep, wake the weights, update them, wake the cache."""
     with open_llm(changed("qwen3", 1), dtype="float32") as fresh:
         wanted_answers = answers(fresh)
@@ -117,9 +115,9 @@ def test_an_update_wakes_freed_weights() -> None:
         assert answers(llm) == wanted_answers
 
 
-def test_weights_whose_files_are_gone_are_not_replaced_by_older_ones(tmp_path: Path) -> None:
-    """An engine with freed weights sleeps until it gets them again. A file of an update is read
-    again, if it is the same."""
+def test_wake_up_rejects_weights_whose_files_have_changed(tmp_path: Path) -> None:
+    """The engine reads an update's files again if they are unchanged. Otherwise it sleeps until it
+    gets the weights, and never falls back to older ones."""
     path = tmp_path / "new"
     shutil.copytree(changed("qwen3", 1), path)
     with open_llm(checkpoint("qwen3"), dtype="float32") as llm:
@@ -145,7 +143,7 @@ def test_weights_whose_files_are_gone_are_not_replaced_by_older_ones(tmp_path: P
             llm.wake_up()
 
 
-def test_random_numbers_are_made_again() -> None:
+def test_dummy_weights_are_restored_after_a_sleep() -> None:
     settings: dict[str, Any] = {"dtype": "float32", "load_format": "dummy", "seed": 3}
     with open_llm(checkpoint("qwen3"), **settings) as llm:
         before = answers(llm)
@@ -156,10 +154,10 @@ def test_random_numbers_are_made_again() -> None:
         real = answers(llm)
         llm.sleep(2)
         llm.wake_up()
-        assert answers(llm) == real != before, "the files are the present weights now"
+        assert answers(llm) == real != before, "the files hold the current weights"
 
 
-def test_streams_end_or_finish_before_a_sleep() -> None:
+def test_streams_are_aborted_or_finish_before_a_sleep() -> None:
     long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     with open_llm(checkpoint("qwen3"), dtype="float32") as llm:
         [whole] = llm.generate(PROMPTS[:1], long, use_tqdm=False)
@@ -183,15 +181,15 @@ def test_streams_end_or_finish_before_a_sleep() -> None:
         (lambda llm: llm.wake_up(["gpu"]), "are unknown; use weights and kv_cache"),
     ],
 )
-def test_bad_orders(order: Any, message: str) -> None:
+def test_invalid_sleep_and_wake_up_arguments_are_rejected(order: Any, message: str) -> None:
     with open_llm(checkpoint("llama")) as llm:
         with pytest.raises(RequestError, match=message):
             order(llm)
-        llm.wake_up()  # an engine that is awake stays so
+        llm.wake_up()  # an engine that is awake stays awake
         assert not llm.is_sleeping
 
 
-def test_adapters_keep_their_layers() -> None:
+def test_engine_with_adapters_sleeps_on_level_1_only() -> None:
     with open_llm(checkpoint("llama"), enable_lora=True) as llm:
         before = answers(llm)
         with pytest.raises(RequestError, match="cannot sleep on level 2: adapters"):
@@ -201,7 +199,7 @@ def test_adapters_keep_their_layers() -> None:
         assert answers(llm) == before
 
 
-def test_requests_of_clients_wait_for_the_end_of_a_sleep(served: Served) -> None:
+def test_client_requests_wait_until_the_engine_wakes_up(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         whole = await wanted(client)
@@ -226,7 +224,7 @@ def test_requests_of_clients_wait_for_the_end_of_a_sleep(served: Served) -> None
     asyncio.run(run())
 
 
-def test_a_frozen_request_keeps_an_engine_awake(served: Served) -> None:
+def test_frozen_request_blocks_a_sleep(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         running = Reader(client, "running")
@@ -243,7 +241,7 @@ def test_a_frozen_request_keeps_an_engine_awake(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_another_order_while_requests_finish_ends_the_wait_for_a_sleep(served: Served) -> None:
+def test_pause_or_wake_up_cancels_a_sleep_that_waits_for_requests(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         whole = await wanted(client)
@@ -268,7 +266,7 @@ def test_another_order_while_requests_finish_ends_the_wait_for_a_sleep(served: S
     asyncio.run(run())
 
 
-def test_a_sleeping_engine_ends(served: Served) -> None:
+def test_sleeping_engine_closes(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         await sleep(client, 2, "abort")
@@ -280,8 +278,8 @@ def test_a_sleeping_engine_ends(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_stored_blocks_stay_right(tmp_path: Path) -> None:
-    """A sleep loses no block that is on its way to a directory, and puts no wrong one there."""
+def test_sleep_keeps_blocks_that_are_on_their_way_to_a_store(tmp_path: Path) -> None:
+    """A sleep neither loses nor corrupts blocks on their way to a directory."""
     pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
     few: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1, "dtype": "float32"}
     with open_llm(checkpoint("qwen3"), **few, kv_disk_dir=str(tmp_path)) as llm:

@@ -1,4 +1,4 @@
-"""New weights in a running engine: every later answer is a fresh engine's, bit for bit.
+"""New weights in a running engine: later answers equal a fresh engine's, bit for bit.
 
 Covers `runner/setup/new_weights.py` and `models/load/weight_files.py`.
 """
@@ -66,7 +66,7 @@ def answers(llm: LLM, params: SamplingParams = PARAMS) -> tuple[Found, list[Any]
 
 @needs_core
 @pytest.mark.parametrize("name", slow_but(SETTINGS, *SETTINGS.keys() - {"int8", "torch"}))
-def test_answers_after_an_update_are_a_fresh_engines(name: str) -> None:
+def test_updated_engine_answers_like_a_fresh_one(name: str) -> None:
     settings = SETTINGS[name]
     with open_llm(changed("qwen3", 1), **settings) as fresh:
         wanted = answers(fresh)
@@ -87,8 +87,8 @@ def test_answers_after_an_update_are_a_fresh_engines(name: str) -> None:
         ("qwen3_moe", "qwen3_5", "gpt2", "deepseek_v3", "llama4_text"), "qwen3_5", "deepseek_v3"
     ),
 )
-def test_families(architecture: str) -> None:
-    """Experts, states, tied heads, latent and chunked attention; all tensors in memory."""
+def test_every_model_family_can_be_updated_from_memory(architecture: str) -> None:
+    """Experts, states, tied heads, latent and chunked attention."""
     with open_llm(changed(architecture, 1), dtype="float32") as fresh:
         wanted = answers(fresh)
     with open_llm(checkpoint(architecture), dtype="float32") as llm:
@@ -98,8 +98,8 @@ def test_families(architecture: str) -> None:
 
 
 @needs_core
-def test_no_block_of_old_weights_is_found(tmp_path: Path) -> None:
-    """On the device, in host memory and in a directory; new blocks are found as usual."""
+def test_blocks_of_old_weights_are_never_prefix_hits(tmp_path: Path) -> None:
+    """Neither on the device, in host memory, nor in a directory. New blocks are hits as usual."""
     pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
     few: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1, "dtype": "float32"}
     params = PARAMS.clone()
@@ -116,8 +116,8 @@ def test_no_block_of_old_weights_is_found(tmp_path: Path) -> None:
                     assert found([output]) == found(fresh.generate(PROMPTS[2:], params))
 
 
-def test_streams_continue_and_name_their_weights() -> None:
-    """A stream keeps its blocks; the tokens before a swap are the old weights'."""
+def test_streams_continue_and_report_weights_versions() -> None:
+    """A stream keeps its blocks; tokens before a swap come from the old weights."""
     long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with open_llm(checkpoint("qwen3"), dtype="float32") as llm:
         [old] = llm.generate(PROMPTS[:1], long, use_tqdm=False)
@@ -141,9 +141,8 @@ def test_streams_continue_and_name_their_weights() -> None:
 
 
 @pytest.mark.parametrize("record_tokens", [True, False])
-def test_a_recording_names_the_weights(record_tokens: bool, tmp_path: Path) -> None:
-    """Between the calls of the requests before and after the update. Without tokens the name is
-    redacted, like all text. The recording can be replayed."""
+def test_recording_names_the_weights_version(record_tokens: bool, tmp_path: Path) -> None:
+    """A recording without tokens redacts the name, like all text. Both recordings replay."""
     recorded = {"record": str(tmp_path), "record_tokens": record_tokens}
     with open_llm(checkpoint("llama"), dtype="float32", **recorded) as llm:
         answers(llm)
@@ -163,7 +162,7 @@ def updates_of(llm: LLM) -> WeightUpdates:
     return found
 
 
-def test_retained_requests_are_computed_again() -> None:
+def test_retained_requests_are_recomputed_after_an_update() -> None:
     tokens = PROMPTS[1]["prompt_token_ids"]
     with open_llm(checkpoint("qwen3"), dtype="float32") as llm:
         session = llm.session()
@@ -178,8 +177,8 @@ def test_retained_requests_are_computed_again() -> None:
 
 
 @needs_core
-def test_random_programs() -> None:
-    """Requests, updates, failed ones, sleeps, resets and pins in a small pool with preemption."""
+def test_random_programs_answer_like_fresh_engines() -> None:
+    """Requests, updates (some fail), sleeps, resets and pins in a small pool with preemption."""
     numbers = random.Random(59)
     tight = {"kv_cache_memory_bytes": pool_bytes(checkpoint("qwen3"), 24, 4, 4), "max_num_seqs": 3}
     settings: dict[str, Any] = {"dtype": "float32"}
@@ -192,7 +191,7 @@ def test_random_programs() -> None:
     for model in models:
         with open_llm(model, **settings) as fresh:
             wanted.append(found(fresh.generate(prompts, params, use_tqdm=False)))
-    present = 0
+    current = 0
     with open_llm(models[0], **settings, **tight) as llm:
         for _ in range(40):
             action = numbers.choice(["ask", "ask", "update", "fail", "reset", "pin", "sleep"])
@@ -201,19 +200,19 @@ def test_random_programs() -> None:
                 outputs = llm.generate(
                     [prompts[i] for i in chosen], [params[i] for i in chosen], use_tqdm=False
                 )
-                assert found(outputs) == [wanted[present][i] for i in chosen]
+                assert found(outputs) == [wanted[current][i] for i in chosen]
             elif action == "update":
-                present = numbers.randrange(len(models))
-                llm.update_weights(models[present])
+                current = numbers.randrange(len(models))
+                llm.update_weights(models[current])
             elif action == "fail":
                 with pytest.raises(RequestError, match="lack"):
                     llm.update_weights(dict(list(changed_tensors("qwen3", 1).items())[1:]))
             elif action == "sleep":
                 llm.sleep(level=numbers.choice([1, 2]))
                 if numbers.random() < 0.5:
-                    present = numbers.randrange(len(models))
+                    current = numbers.randrange(len(models))
                     llm.wake_up(tags=["weights"])
-                    llm.update_weights(models[present])
+                    llm.update_weights(models[current])
                 llm.wake_up()
             elif action == "reset":
                 llm.reset_prefix_cache()
@@ -225,8 +224,8 @@ def test_random_programs() -> None:
 
 @pytest.mark.parametrize("has_plain_plans", [False, True])
 def test_the_old_model_is_freed(has_plain_plans: bool, tmp_path: Path) -> None:
-    """Also if the programs of plain plans hold its weights: those of a first start do."""
-    # Models of earlier tests are held: the address of a freed one could be the new model's.
+    """Even if the programs of plain plans hold its weights, as after a first start."""
+    # Keep models of earlier tests alive: the new model could get the address of a freed one.
     others = [each for each in gc.get_objects() if _is_model(each)]
     # Without a saved start, the start needs torch and its model.
     cache = str(tmp_path) if has_plain_plans else "off"
@@ -278,7 +277,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_replaced_says_why() -> None:
+def test_updates_of_several_cores_or_ranks_are_rejected() -> None:
     with (
         LLM(str(checkpoint("llama")), max_model_len=64, data_parallel_size=2) as llm,
         pytest.raises(RequestError, match="weights of 2 cores cannot be replaced together"),
@@ -291,8 +290,8 @@ def test_what_cannot_be_replaced_says_why() -> None:
         llm.update_weights(changed("llama", 1))
 
 
-def test_a_second_update_is_refused_and_a_close_ends_the_first() -> None:
-    """While one is staged; it fails when the core closes."""
+def test_second_update_is_refused_and_a_close_ends_the_first() -> None:
+    """The first update is still staged, and fails when the core closes."""
     config = config_from_flat(model=str(checkpoint("llama")), max_model_len=64)
     core_ = build_core(config, resolve_model(config.model.model), MonotonicClock()).core
     go = threading.Event()
@@ -312,7 +311,7 @@ def test_a_second_update_is_refused_and_a_close_ends_the_first() -> None:
     assert len(ended) == 1 and ended[0] is not None and "has ended" in ended[0]
 
 
-def test_a_swap_that_fails_is_reported_and_the_next_one_works() -> None:
+def test_failed_swap_is_reported_and_the_next_update_works() -> None:
     with open_llm(checkpoint("llama"), dtype="float32") as llm:
         updates = updates_of(llm)
         stage = updates._stage
@@ -335,8 +334,8 @@ def test_a_swap_that_fails_is_reported_and_the_next_one_works() -> None:
         assert answers(llm) != before
 
 
-def test_other_weights_under_the_same_version_are_announced() -> None:
-    """Equal ones are not: they change no bits."""
+def test_changed_weights_under_the_same_version_are_announced() -> None:
+    """Equal weights are not: they change no bits."""
     with open_llm(checkpoint("llama"), dtype="float32") as llm:
         updates, seen = updates_of(llm), list[str]()
         updates.on_change = seen.append

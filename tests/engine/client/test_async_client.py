@@ -16,7 +16,7 @@ METHODS = [name for name in MEMBERS if inspect.isfunction(vars(AsyncClient)[name
 
 
 class Recorder:
-    """Notes the arguments of its last call by their names, and returns the name of the method."""
+    """Records the arguments of its last call by name, and returns the name of the method."""
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] | None = None
@@ -25,9 +25,9 @@ class Recorder:
         given = vars(AsyncClient)[name]
         if isinstance(given, property):
             return f"its {name}"
-        return self._noting(name, given)
+        return self._recording(name, given)
 
-    def _noting(self, name: str, given: Callable[..., Any]) -> Callable[..., Any]:
+    def _recording(self, name: str, given: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **more: Any) -> Any:
             bound = inspect.signature(given).bind(self, *args, **more)
             self.arguments = {each: bound.arguments[each] for each in list(bound.arguments)[1:]}
@@ -56,7 +56,7 @@ async def _result(found: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", PROPERTIES)
-def test_each_property_is_the_other_clients(name: str) -> None:
+def test_each_property_is_forwarded(name: str) -> None:
     assert getattr(ForwardingClient(cast(AsyncClient, Recorder())), name) == f"its {name}"
 
 

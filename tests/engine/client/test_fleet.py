@@ -1,4 +1,4 @@
-"""Several cores behind their sockets, and one client that chooses: `CoreServer`s run in threads."""
+"""Several cores behind sockets, and one client that chooses: `CoreServer`s run in threads."""
 
 import asyncio
 import re
@@ -87,7 +87,7 @@ def cores(tmp_path: Path) -> Iterator[list[Served]]:
 
 
 def with_client(cores: list[Served], test: Any) -> None:
-    """Run a test, which gets a client of all cores."""
+    """Run a test with a client of all cores."""
 
     async def run() -> None:
         client = client_of([core.path for core in cores], None)
@@ -102,12 +102,12 @@ def with_client(cores: list[Served], test: Any) -> None:
     asyncio.run(run())
 
 
-def test_answers_are_those_of_one_core_and_the_work_is_shared(cores: list[Served]) -> None:
+def test_fleet_answers_like_one_core_and_shares_the_work(cores: list[Served]) -> None:
     prompts = [[number + 3, *PROMPT] for number in range(6)]
     expected = [reference_tokens(checkpoint("llama"), prompt, 12) for prompt in prompts]
 
     async def test(client: FleetClient) -> None:
-        assert client.ready.max_model_len == MAX_LEN - 1, "the least of all"
+        assert client.ready.max_model_len == MAX_LEN - 1, "the smallest limit of all cores"
         waiting: list[Coroutine[Any, Any, list[int]]] = [
             token_ids(client.generate(request(str(number), prompt)))
             for number, prompt in enumerate(prompts)
@@ -124,12 +124,12 @@ def test_answers_are_those_of_one_core_and_the_work_is_shared(cores: list[Served
     with_client(cores, test)
 
 
-def test_a_conversation_hits_as_with_one_core(cores: list[Served]) -> None:
+def test_conversation_gets_the_prefix_hits_of_a_single_core(cores: list[Served]) -> None:
     async def hits(client: FleetClient | RemoteClient, salt: str) -> list[int]:
         found, prompt = [], LONG[:20]
         for turn in range(4):
-            asked = msgspec.structs.replace(request(f"{salt} {turn}", prompt), cache_salt=salt)
-            outputs = [output async for output in client.generate(asked)]
+            sent = msgspec.structs.replace(request(f"{salt} {turn}", prompt), cache_salt=salt)
+            outputs = [output async for output in client.generate(sent)]
             found.append(outputs[-1].num_cached_tokens or 0)
             answer = [token for output in outputs for token in output.outputs[0].token_ids]
             prompt = [*prompt, *answer, 5, 6]
@@ -146,11 +146,11 @@ def test_a_conversation_hits_as_with_one_core(cores: list[Served]) -> None:
     with_client(cores, test)
 
 
-def test_a_core_may_be_asked_for(cores: list[Served]) -> None:
+def test_request_may_choose_its_core(cores: list[Served]) -> None:
     async def test(client: FleetClient) -> None:
         for name in range(3):
-            asked = msgspec.structs.replace(request(str(name)), core_id=1)
-            await token_ids(client.generate(asked))
+            sent = msgspec.structs.replace(request(str(name)), core_id=1)
+            await token_ids(client.generate(sent))
         assert (
             'generation_tokens_total{engine="1",model_name="tiny"} 36.0' in await client.metrics()
         )
@@ -163,7 +163,7 @@ def test_a_core_may_be_asked_for(cores: list[Served]) -> None:
     with_client(cores, test)
 
 
-def test_aborts_pieces_and_timelines_go_where_the_request_is(cores: list[Served]) -> None:
+def test_aborts_pieces_and_timelines_reach_the_requests_core(cores: list[Served]) -> None:
     async def test(client: FleetClient) -> None:
         gone = [client.generate(request(str(number), max_tokens=80)) for number in range(4)]
         for outputs in gone:
@@ -191,14 +191,14 @@ def test_aborts_pieces_and_timelines_go_where_the_request_is(cores: list[Served]
     with_client(cores, test)
 
 
-def test_who_watches_names_a_core(cores: list[Served]) -> None:
+def test_live_frame_is_of_the_given_core(cores: list[Served]) -> None:
     async def test(client: FleetClient) -> None:
         outputs = client.generate(
             msgspec.structs.replace(request("mine", max_tokens=60), core_id=1)
         )
         await anext(outputs)
-        told = [[row.id for row in (await client.live(core)).state.running] for core in (0, 1)]
-        assert told == [[], ["mine"]]
+        ids = [[row.id for row in (await client.live(core)).state.running] for core in (0, 1)]
+        assert ids == [[], ["mine"]]
         with pytest.raises(RequestError, match="data_parallel_rank=2"):
             await client.live(2)
         await outputs.aclose()  # type: ignore[attr-defined]
@@ -206,13 +206,13 @@ def test_who_watches_names_a_core(cores: list[Served]) -> None:
     with_client(cores, test)
 
 
-def test_pins_and_resets_are_those_of_all_cores(cores: list[Served]) -> None:
+def test_pins_and_resets_apply_to_all_cores(cores: list[Served]) -> None:
     def pinning(name: str) -> Any:
         return msgspec.structs.replace(request(name, LONG), pin_s=0.0)
 
     async def hits(client: FleetClient, core: int) -> int:
-        asked = msgspec.structs.replace(request(f"on {core}", [*LONG, 5, 6]), core_id=core)
-        return [o async for o in client.generate(asked)][-1].num_cached_tokens or 0
+        sent = msgspec.structs.replace(request(f"on {core}", [*LONG, 5, 6]), core_id=core)
+        return [o async for o in client.generate(sent)][-1].num_cached_tokens or 0
 
     async def test(client: FleetClient) -> None:
         pinned = await pin(client, pinning("p"))
@@ -227,12 +227,12 @@ def test_pins_and_resets_are_those_of_all_cores(cores: list[Served]) -> None:
         await client.reset_prefix_cache()
         assert [await hits(client, core) for core in (0, 1)] == [0, 0]
         names = {core.core.scheduler.memory.names.fingerprint for core in cores}
-        assert len(names) == 1, "they go on to find each other's blocks in stores"
+        assert len(names) == 1, "the cores still share blocks through stores"
 
     with_client(cores, test)
 
 
-def test_a_core_that_dies_fails_its_requests_and_comes_back_knowing_nothing(
+def test_dead_core_fails_its_requests_and_a_new_one_replaces_it(
     cores: list[Served], tmp_path: Path
 ) -> None:
     async def test(client: FleetClient) -> None:
@@ -244,7 +244,7 @@ def test_a_core_that_dies_fails_its_requests_and_comes_back_knowing_nothing(
         ends = await asyncio.gather(*map(token_ids, open_ones), return_exceptions=True)
         assert sum(isinstance(end, EngineDead) for end in ends) == 1
         assert client.is_alive
-        await token_ids(client.generate(request("y", LONG)))  # the other one takes it
+        await token_ids(client.generate(request("y", LONG)))  # the other core takes it
         with pytest.raises(EngineDead, match="core 0 of 2"):
             await token_ids(client.generate(msgspec.structs.replace(request("z"), core_id=0)))
         assert 'engine="0"' not in await client.metrics()
@@ -252,10 +252,10 @@ def test_a_core_that_dies_fails_its_requests_and_comes_back_knowing_nothing(
         while len(client._usable()) < 2:
             await asyncio.sleep(0.01)
         again = [o async for o in client.generate(request("again", LONG))]
-        assert (again[-1].num_cached_tokens or 0) > 0, "of the core that lived"
+        assert (again[-1].num_cached_tokens or 0) > 0, "a prefix hit on the surviving core"
         assert 'engine="0"' in await client.metrics()
 
-    # The client gives up where nobody listens; a supervisor keeps the socket.
+    # A client gives up without a listener; a real supervisor keeps the socket.
 
     monkey = pytest.MonkeyPatch()
     monkey.setattr("quire.engine.client.remote.NO_SOCKET", ())
@@ -266,7 +266,7 @@ def test_a_core_that_dies_fails_its_requests_and_comes_back_knowing_nothing(
         monkey.undo()
 
 
-def test_cores_must_be_alike(tmp_path: Path) -> None:
+def test_cores_with_different_limits_are_rejected(tmp_path: Path) -> None:
     cores = [Served(tmp_path / str(number), 0, 20 - number) for number in range(2)]
     try:
         with pytest.raises(ConfigError, match=r"core 1 differs from.*max_logprobs: 20 and 19"):
@@ -276,7 +276,7 @@ def test_cores_must_be_alike(tmp_path: Path) -> None:
             core.stop()
 
 
-def test_what_is_one_core_s_own_is_no_difference() -> None:
+def test_settings_of_a_single_core_are_no_difference() -> None:
     one = Ready(0, 97, 96, 20, 4, {"model": "a", "record": "x/0", "max_model_len": 96}, "m")
     own = {"model": "a", "record": "x/1", "max_model_len": 90}
     assert difference(one, msgspec.structs.replace(one, settings=own, client_id=5)) == ""
@@ -285,7 +285,7 @@ def test_what_is_one_core_s_own_is_no_difference() -> None:
     )
 
 
-def test_loads_of_other_clients_count(cores: list[Served]) -> None:
+def test_choice_of_a_core_counts_the_load_of_other_clients(cores: list[Served]) -> None:
     async def test(client: FleetClient) -> None:
         other = await RemoteClient.connect(cores[0].path, None)
         busy = [other.generate(request(str(n), LONG, max_tokens=50)) for n in range(3)]
@@ -305,7 +305,7 @@ def test_loads_of_other_clients_count(cores: list[Served]) -> None:
     with_client(cores, test)
 
 
-def test_metrics_have_one_head_for_each_family() -> None:
+def test_merged_metrics_have_one_header_per_family() -> None:
     def text(value: int, more: str = "") -> str:
         return (
             f'# HELP a x {{y}} z\n# TYPE a gauge\na{{engine="{value}"}} {value}\n{more}'
@@ -321,5 +321,5 @@ def test_metrics_have_one_head_for_each_family() -> None:
     )
 
 
-def test_one_core_has_a_plain_client(tmp_path: Path) -> None:
+def test_one_core_gets_a_plain_client(tmp_path: Path) -> None:
     assert isinstance(client_of([tmp_path], None), RemoteClient)

@@ -1,4 +1,4 @@
-"""From what the core sends to what the user gets, without a core."""
+"""The output processor: from the core's updates to the user's outputs, without a core."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 class Client:
-    """One request, fed by hand. now_s goes up by one with each step."""
+    """One request whose updates come from the test. now_s grows by one with each step."""
 
     def __init__(self, params: SamplingParams, tok: Tokenizer | None = TOK) -> None:
         self.processor = OutputProcessor()
@@ -44,14 +44,14 @@ class Client:
 def run(
     params: SamplingParams, token_ids: list[int], finish: str = "length"
 ) -> list[RequestOutput]:
-    """One token per step."""
+    """Return the outputs of steps with one token each."""
     client = Client(params)
     last = len(token_ids) - 1
     outputs = [client.step([t], finish if i == last else None) for i, t in enumerate(token_ids)]
     return [output for output in outputs if output is not None]
 
 
-def test_kinds_of_output() -> None:
+def test_every_output_kind_returns_the_whole_answer() -> None:
     ids = TOK.encode(" naïve 🙂 dog")
     whole = run(SamplingParams(), ids)
     parts = run(SamplingParams(output_kind=DELTA), ids)
@@ -78,8 +78,8 @@ def test_earlier_outputs_do_not_change() -> None:
 
 
 @pytest.mark.parametrize("kind", [None, DELTA])
-def test_an_ended_sample_shows_its_values(kind: RequestOutputKind | None) -> None:
-    """They are joined once: all later outputs have the same array. Open samples show none."""
+def test_ended_samples_return_their_routed_experts(kind: RequestOutputKind | None) -> None:
+    """The values are joined once: later outputs share the array. Open samples return none."""
     kinds = {} if kind is None else {"output_kind": kind}
     client = Client(SamplingParams(n=2, **kinds))  # type: ignore[arg-type]
     size = len(PROMPT)
@@ -108,8 +108,8 @@ def test_an_ended_sample_shows_its_values(kind: RequestOutputKind | None) -> Non
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_eos_and_stop_tokens(include: bool) -> None:
-    """The token is among the ids; its text is shown only if asked for and if it is not special."""
+def test_stop_token_is_in_the_ids_and_its_text_is_optional(include: bool) -> None:
+    """The text needs include_stop_str_in_output; a special token also skip_special_tokens=False."""
     params = SamplingParams(include_stop_str_in_output=include, output_kind=FINAL)
     dog = TOK.encode(" dog")
     done = run(params, [*dog, EOS], "stop")[0].outputs[0]
@@ -139,8 +139,8 @@ def test_stop_string_aborts_and_drops_the_rest(include: bool) -> None:
     assert len(got) < len(ids) and "a" not in client.processor and len(client.processor) == 0
 
 
-def test_stop_string_inside_of_one_step() -> None:
-    """Several tokens came at once and the core ended it itself: no abort, tokens behind it go."""
+def test_stop_string_within_the_last_step_cuts_its_tokens() -> None:
+    """The core has ended the request itself, so there is no abort. Later tokens are dropped."""
     ids = TOK.encode(" one STOP two")
     client = Client(SamplingParams(stop="STOP"))
     output = client.step(ids, "length")
@@ -157,14 +157,14 @@ def test_min_tokens_keeps_early_stop_strings() -> None:
     assert run(params, ids)[-1].outputs[0].text == " STOP a "
 
 
-def test_text_is_held_back_and_given_in_the_end() -> None:
+def test_possible_stop_string_is_held_back_until_the_end() -> None:
     ids = TOK.encode(" ST")
     outputs = run(SamplingParams(stop="STOP", output_kind=DELTA), ids)
     assert "".join(o.outputs[0].text for o in outputs) == " ST"
     assert all("S" not in o.outputs[0].text for o in outputs[:-1])
 
 
-def test_half_a_character_is_shown_only_in_the_end() -> None:
+def test_incomplete_character_is_returned_only_at_the_end() -> None:
     half = TOK.encode("🙂")[:-1]
     *early, last = run(SamplingParams(output_kind=DELTA), half)
     assert all(o.outputs[0].text == "" for o in early)
@@ -172,7 +172,7 @@ def test_half_a_character_is_shown_only_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("tok", [TOK, None])
-def test_without_detokenising(tok: Tokenizer | None) -> None:
+def test_output_without_detokenization_has_ids_and_logprobs(tok: Tokenizer | None) -> None:
     client = Client(SamplingParams(detokenize=tok is None, logprobs=0, prompt_logprobs=0), tok)
     output = client.step([5], "length", candidates=[row(5)], prompt_candidates=[row(1)])
     assert output is not None and output.outputs[0].text == ""
@@ -181,19 +181,19 @@ def test_without_detokenising(tok: Tokenizer | None) -> None:
 
 
 def row(*token_ids: int, rank: int = 1) -> Candidates:
-    """The first is the chosen one; log-probabilities fall in steps of a half."""
+    """Return candidates, the chosen token first; log-probabilities fall in steps of a half."""
     logprobs = -0.5 * np.arange(1, len(token_ids) + 1)
     return Candidates(np.array(token_ids, np.int32), logprobs.astype(np.float32), rank)
 
 
-def test_logprobs() -> None:
+def test_logprobs_have_ranks_and_decoded_tokens() -> None:
     dog, cat, fox = (TOK.encode(word)[0] for word in (" dog", "a", "b"))
     client = Client(SamplingParams(logprobs=2))
     client.step([fox], candidates=[row(fox, dog, cat, EOS, rank=9)])
     output = client.step([dog], candidates=[row(dog, dog, EOS)])
     assert output is not None
     first, second = output.outputs[0].logprobs or []
-    assert list(first) == [fox, dog, cat]  # a third one was not asked for
+    assert list(first) == [fox, dog, cat]  # only two alternatives are requested
     assert [entry.rank for entry in first.values()] == [9, 1, 2]
     assert [entry.decoded_token for entry in first.values()] == ["b", TOK.decode([dog]), "a"]
     assert list(second) == [dog, EOS]
@@ -204,7 +204,7 @@ def test_logprobs() -> None:
     assert last is not None and len(last.outputs[0].logprobs or []) == 3
 
 
-def test_logprobs_of_the_whole_vocabulary_and_delta() -> None:
+def test_deltas_return_logprobs_of_the_whole_vocabulary() -> None:
     client = Client(SamplingParams(logprobs=-1, output_kind=DELTA))
     client.step([3], candidates=[row(3, *range(10))])
     output = client.step([4], candidates=[row(4, *range(10))])
@@ -214,7 +214,7 @@ def test_logprobs_of_the_whole_vocabulary_and_delta() -> None:
 
 
 def test_decoded_tokens_join_to_the_text() -> None:
-    """A part of a character has no text of its own; the token that completes it shows it."""
+    """A part of a character has no text; the token that completes it has the character."""
     ids = TOK.encode("a🙂é")
     client = Client(SamplingParams(logprobs=0))
     output = client.step(ids, "length", candidates=[row(token_id) for token_id in ids])
@@ -227,7 +227,7 @@ def test_decoded_tokens_join_to_the_text() -> None:
     assert all("\ufffd" not in (text or "") for text in found)
 
 
-def test_prompt_logprobs_come_in_parts() -> None:
+def test_prompt_logprobs_of_several_steps_are_returned_once() -> None:
     assert len(PROMPT) >= 3
     client = Client(SamplingParams(prompt_logprobs=1, output_kind=DELTA))
     parts = [row(token_id, EOS) for token_id in PROMPT[1:]]
@@ -241,7 +241,7 @@ def test_prompt_logprobs_come_in_parts() -> None:
     assert later is not None and later.prompt_logprobs is None
 
 
-def test_metrics_and_cached_tokens() -> None:
+def test_output_reports_times_preemptions_and_cached_tokens() -> None:
     client = Client(SamplingParams())
     client.step([], num_cached_tokens=4)
     client.step([5], num_cached_tokens=4)
@@ -253,7 +253,7 @@ def test_metrics_and_cached_tokens() -> None:
     assert metrics.num_preemptions == 2 and output.num_cached_tokens == 4
 
 
-def test_abort_error_and_unknown_requests() -> None:
+def test_abort_and_error_end_the_request() -> None:
     client = Client(SamplingParams(stop="STOP"))
     client.step(TOK.encode("a ST"))
     (request,) = client.processor.abort(["a", "nobody"], now_s=9.0)
@@ -269,14 +269,14 @@ def test_abort_error_and_unknown_requests() -> None:
     assert client.aborts == []
 
 
-def test_request_ids_are_unique() -> None:
+def test_duplicate_request_id_is_rejected() -> None:
     client = Client(SamplingParams())
     with pytest.raises(RequestError, match="in use"):
         client.processor.add(Request("a", [1], SamplingParams(), seed=0), None, TOK, 0.0)
 
 
-def test_the_first_token_comes_at_once_and_others_in_pieces() -> None:
-    """stream_interval: with tokens one by one, with several at once, and at the end."""
+def test_stream_interval_groups_all_tokens_but_the_first() -> None:
+    """With one token per step, with several, and at the end."""
     outputs = run(SamplingParams(output_kind=DELTA, stream_interval=3), list(range(5, 13)))
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 3, 3, 1]
     whole = run(SamplingParams(stream_interval=3), list(range(5, 13)))
@@ -286,7 +286,7 @@ def test_the_first_token_comes_at_once_and_others_in_pieces() -> None:
     assert [None if o is None else len(o.outputs[0].token_ids) for o in sizes] == [2, None, 4, 5]
 
 
-def test_what_is_told_of_times_and_tokens() -> None:
+def test_metrics_have_times_and_token_counts() -> None:
     [output] = run(SamplingParams(output_kind=FINAL), [5, 6, 7])
     metrics = output.metrics
     assert metrics is not None

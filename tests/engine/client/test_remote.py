@@ -97,12 +97,12 @@ async def token_ids(outputs: AsyncIterator[RequestOutput]) -> list[int]:
 
 
 async def until_idle(core: EngineCore) -> None:
-    """Until the core's thread has let go of everything; the test's timeout is the limit."""
+    """Wait until the core has no work; the test's timeout is the limit."""
     while core.has_work:
         await asyncio.sleep(0.001)
 
 
-def test_who_watches_sees_who_runs(served: Served) -> None:
+def test_live_frame_shows_running_requests_and_their_blocks(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         outputs = client.generate(request("mine", max_tokens=60))
@@ -119,14 +119,14 @@ def test_who_watches_sees_who_runs(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_a_core_that_takes_nothing_in_is_sent_no_more(
+def test_client_refuses_requests_while_the_core_reads_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is refused leaves nothing behind, not even an abort on its way."""
+    """A refused request sends nothing, not even an abort."""
     monkeypatch.setattr(remote, "MAX_UNSENT_BYTES", 100_000)
     ready = Ready(0, 97, 1 << 20, 20, 4, {"model": "tiny"}, "memory")
 
-    held: list[object] = []  # nobody else holds a connection that reads no more
+    held: list[object] = []  # keeps the connection, which nothing reads, alive
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         held.extend([writer, asyncio.current_task()])
@@ -139,7 +139,7 @@ def test_a_core_that_takes_nothing_in_is_sent_no_more(
         assert client._writer is not None
         transport, waiting = client._writer.transport, []
         while transport.get_write_buffer_size() <= 100_000:
-            assert len(waiting) < 1000, "nothing is kept back"
+            assert len(waiting) < 1000, "the client buffers without a bound"
             prompt = [1] * 50_000
             waiting.append(
                 asyncio.create_task(token_ids(client.generate(request(f"r{len(waiting)}", prompt))))
@@ -163,33 +163,33 @@ def test_a_core_that_takes_nothing_in_is_sent_no_more(
 def test_the_pixels_of_open_requests_are_bounded(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model takes no images, so the core refuses a request whose pixels have room."""
+    """The model takes no images, so the core rejects requests whose pixels are within the bound."""
     monkeypatch.setattr(remote, "MAX_MEDIA_BYTES", 60)
     monkeypatch.setattr(remote, "MAX_OPEN_MEDIA_BYTES", 100)
 
-    def seeing(name: str, num_bytes: int) -> Request:
+    def imaged(name: str, num_bytes: int) -> Request:
         item = MediaItem(1, 2, b"d" * 32, pixels=bytes(num_bytes))
         return request(name).with_media((item,))
 
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         with pytest.raises(RequestError, match="have 61 bytes after preprocessing"):
-            await anext(client.generate(seeing("large", 61)))
-        waiting = [asyncio.ensure_future(anext(client.generate(seeing(f"r{i}", 50)))) for i in "ab"]
+            await anext(client.generate(imaged("large", 61)))
+        waiting = [asyncio.ensure_future(anext(client.generate(imaged(f"r{i}", 50)))) for i in "ab"]
         await asyncio.sleep(0)
         with pytest.raises(EngineBusy, match="have 100 bytes, and 1 more would exceed"):
-            await anext(client.generate(seeing("late", 1)))
+            await anext(client.generate(imaged("late", 1)))
         assert await token_ids(client.generate(request("text", max_tokens=1)))
         for refusal in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(refusal, RequestError) and "does not accept image" in str(refusal)
         with pytest.raises(RequestError, match="does not accept image"):  # there is room again
-            await anext(client.generate(seeing("again", 50)))
+            await anext(client.generate(imaged("again", 50)))
         await client.close()
 
     asyncio.run(run())
 
 
-def test_two_clients_get_what_they_asked_for(served: Served) -> None:
+def test_two_clients_get_the_answers_to_their_requests(served: Served) -> None:
     async def run() -> None:
         one = await RemoteClient.connect(served.path, None)
         two = await RemoteClient.connect(served.path, None)
@@ -213,7 +213,7 @@ def test_two_clients_get_what_they_asked_for(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_leaving_early_ends_the_request_in_the_core(served: Served) -> None:
+def test_closing_the_stream_ends_the_request_in_the_core(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         outputs = client.generate(request("long", max_tokens=80))
@@ -228,8 +228,8 @@ def test_leaving_early_ends_the_request_in_the_core(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_anybody_may_cancel_and_the_owner_is_told(served: Served) -> None:
-    """With n=3, of which the core may not have made all yet."""
+def test_any_client_may_cancel_and_the_owner_gets_the_abort(served: Served) -> None:
+    """With n=3: some of the sequences may not exist in the core yet."""
 
     async def run() -> None:
         one = await RemoteClient.connect(served.path, None)
@@ -240,7 +240,7 @@ def test_anybody_may_cancel_and_the_owner_is_told(served: Served) -> None:
         readers = [asyncio.create_task(_last(one.generate(each))) for each in (many, plain)]
         while len(served.core.requests()) < 2:
             await asyncio.sleep(0.001)
-        assert await two.cancel(["many", "no-0"], "b") == [], "those of another tenant"
+        assert await two.cancel(["many", "no-0"], "b") == [], "requests of another tenant"
         assert await two.cancel(["many", "no-0"]) == ["many-0"]
         done = await readers[0]
         assert [each.finish_reason for each in done.outputs] == ["abort"] * 3
@@ -259,7 +259,7 @@ async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
     return [output async for output in outputs][-1]
 
 
-def test_a_client_that_hangs_up_frees_its_requests(served: Served) -> None:
+def test_disconnected_client_frees_its_requests(served: Served) -> None:
     async def run() -> None:
         gone, stays = [await RemoteClient.connect(served.path, None) for _ in range(2)]
         mine = [gone.generate(request(f"g{i}", max_tokens=85)) for i in range(4)]
@@ -273,7 +273,7 @@ def test_a_client_that_hangs_up_frees_its_requests(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_refusals_name_the_reason_and_leave_nothing_behind(served: Served) -> None:
+def test_refusals_name_the_reason_and_leave_no_open_requests(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         with pytest.raises(RequestError, match="max_model_len"):
@@ -287,7 +287,7 @@ def test_refusals_name_the_reason_and_leave_nothing_behind(served: Served) -> No
         both = [c.generate(request("same", max_tokens=80)) for c in (client, other)]
         got = await asyncio.gather(*map(token_ids, both), return_exceptions=True)
         [refused] = [error for error in got if isinstance(error, RequestError)]
-        assert "in use" in str(refused)  # which only the core can know
+        assert "in use" in str(refused)  # only the core can know this
         assert client.num_unfinished == other.num_unfinished == 0
         await client.close()
         await other.close()
@@ -296,7 +296,7 @@ def test_refusals_name_the_reason_and_leave_nothing_behind(served: Served) -> No
 
 
 def test_the_core_repeats_the_checks_of_its_clients(served: Served) -> None:
-    """Of a client that believes in a larger vocabulary and a longer context."""
+    """The client wrongly assumes a larger vocabulary and a longer context."""
 
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
@@ -322,7 +322,7 @@ def test_the_core_repeats_the_checks_of_its_clients(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_a_slow_reader_gets_all_in_fewer_pieces(served: Served) -> None:
+def test_slow_reader_gets_all_tokens_in_fewer_outputs(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         slow = client.generate(request("slow", max_tokens=40))
@@ -340,25 +340,25 @@ def test_a_slow_reader_gets_all_in_fewer_pieces(served: Served) -> None:
     asyncio.run(run())
 
 
-def test_samples_end_one_by_one(served: Served) -> None:
-    """The request stays its client's until its last sequence has ended, whoever ends them: the
-    core, by a stop token, or the client, by a stop string."""
+def test_samples_of_a_request_end_independently(served: Served) -> None:
+    """The client owns the request until its last sequence ends. The core ends a sequence by a stop
+    token, the client by a stop string."""
     tok = tokenizer("byte_level")
 
-    def asked(name: str, **more: object) -> Request:
+    def sampled(name: str, **more: object) -> Request:
         params = SamplingParams(n=3, max_tokens=24, output_kind=RequestOutputKind.DELTA, **more)  # type: ignore[arg-type]
         return Request(name, PROMPT, params, 7, tuple(params.stop_token_ids or ()))
 
     async def run() -> None:
         client = await RemoteClient.connect(served.path, tok)
-        free = await samples(client.generate(asked("free")))
+        free = await samples(client.generate(sampled("free")))
         assert [len(tokens) for tokens in free] == [24] * 3
         stop_id = next(token for token in free[1][4:] if token not in free[1][:4])
-        by_token = await samples(client.generate(asked("token", stop_token_ids=[stop_id])))
+        by_token = await samples(client.generate(sampled("token", stop_token_ids=[stop_id])))
         assert by_token == [until(tokens, stop_id) for tokens in free]
-        assert len(by_token[1]) < 24, "the test is to end one of them"
+        assert len(by_token[1]) < 24, "the stop token must end one of the samples"
         stop = tok.decode([stop_id])
-        by_string = await samples(client.generate(asked("string", stop=[stop])))
+        by_string = await samples(client.generate(sampled("string", stop=[stop])))
         for tokens, expected in zip(by_string, free, strict=True):
             assert tokens == expected[: len(tokens)]
             assert stop not in tok.decode(tokens[:-1])
@@ -372,7 +372,7 @@ def test_samples_end_one_by_one(served: Served) -> None:
 
 
 async def samples(outputs: AsyncIterator[RequestOutput]) -> list[list[int]]:
-    """The token ids of three samples."""
+    """Return the token ids of three samples."""
     found: list[list[int]] = [[], [], []]
     async for output in outputs:
         for completion in output.outputs:
@@ -381,24 +381,24 @@ async def samples(outputs: AsyncIterator[RequestOutput]) -> list[list[int]]:
 
 
 def until(tokens: list[int], stop_id: int) -> list[int]:
-    """The tokens up to the stop token, which is one of them."""
+    """Return the tokens up to and including the stop token."""
     return tokens[: tokens.index(stop_id) + 1] if stop_id in tokens else tokens
 
 
-def test_when_the_core_goes_open_requests_fail_and_a_new_core_is_found(tmp_path: Path) -> None:
+def test_end_of_the_core_fails_open_and_new_requests(tmp_path: Path) -> None:
     async def run() -> None:
         first = Served(tmp_path)
         client = await RemoteClient.connect(first.path, None)
         outputs = client.generate(request("r", max_tokens=85))
         await anext(outputs)
-        asked = asyncio.create_task(token_ids(outputs))
+        reading = asyncio.create_task(token_ids(outputs))
         first.path.rename(tmp_path / "old.sock")
-        listener = socket.socket(socket.AF_UNIX)  # of a supervisor that stays: clients wait on it
+        listener = socket.socket(socket.AF_UNIX)  # a supervisor's: clients wait on it
         listener.bind(str(first.path))
         listener.listen(8)
         await asyncio.to_thread(first.stop)
         with contextlib.suppress(EngineDead):
-            await asked  # the core may have been quicker
+            await reading  # the core may have finished the request first
         assert not client.is_alive
         with pytest.raises(EngineDead, match="has ended"):
             await token_ids(client.generate(request("refused")))
@@ -413,7 +413,7 @@ def test_when_the_core_goes_open_requests_fail_and_a_new_core_is_found(tmp_path:
     asyncio.run(run())
 
 
-def test_a_connection_that_can_never_come_is_an_error(tmp_path: Path) -> None:
+def test_connection_to_a_missing_socket_is_an_error(tmp_path: Path) -> None:
     async def run() -> None:
         with pytest.raises(EngineDead):
             await RemoteClient.connect(tmp_path / "nothing.sock", None)
@@ -421,13 +421,13 @@ def test_a_connection_that_can_never_come_is_an_error(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_nonsense_on_the_socket_cuts_off_only_who_sent_it(served: Served) -> None:
+def test_invalid_bytes_disconnect_only_their_sender(served: Served) -> None:
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)
         reader, writer = await asyncio.open_unix_connection(str(served.path))
         writer.write(b"\xff\xff\xff\x7f" + b"nonsense" * 10)
         while await reader.read(1000):
-            pass  # until the core hangs up
+            pass  # until the core closes the connection
         assert await token_ids(client.generate(request("still", max_tokens=4)))
         writer.close()
         await client.close()

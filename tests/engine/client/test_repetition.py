@@ -1,4 +1,4 @@
-"""Answers that repeat themselves end: the watch against a plain search, and what the user gets."""
+"""Repetition ends answers: the watch compared with a plain search, and the user's outputs."""
 
 import random
 
@@ -12,7 +12,7 @@ from tests.engine.client.test_sample import DELTA, DOG, Client, part
 
 
 def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
-    """Whether the last tokens are some pattern, often enough: by the definition."""
+    """Return whether the last tokens repeat a pattern min_count times, by the definition."""
     for size in range(max(1, params.min_pattern_size), params.max_pattern_size + 1):
         pattern, length = tokens[-size:], size * params.min_count
         if len(tokens) >= length and tokens[-length:] == pattern * params.min_count:
@@ -22,7 +22,9 @@ def repeats(tokens: list[int], params: RepetitionDetectionParams) -> bool:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (4, 0, 3), (6, 3, 2), (5, 5, 4), (2, 2, 2)])
 @pytest.mark.parametrize("vocab_size", [1, 2, 3])
-def test_the_watch_sees_what_a_search_finds(sizes: tuple[int, int, int], vocab_size: int) -> None:
+def test_repetition_watch_equals_a_plain_search(
+    sizes: tuple[int, int, int], vocab_size: int
+) -> None:
     params, rng = RepetitionDetectionParams(*sizes), random.Random(f"{sizes} {vocab_size}")
     watch, tokens, found = RepetitionWatch(params), list[int](), list[bool]()
     for _ in range(400):
@@ -32,7 +34,7 @@ def test_the_watch_sees_what_a_search_finds(sizes: tuple[int, int, int], vocab_s
     assert any(found) or vocab_size > 1
 
 
-def test_an_answer_ends_where_it_repeats_itself() -> None:
+def test_repetition_ends_only_the_repeating_sample() -> None:
     watch = RepetitionDetectionParams(max_pattern_size=3, min_count=3)
     client = Client(n=2, max_tokens=50, output_kind=DELTA, repetition_detection=watch)
     one, other = [7, 8], [*DOG, *DOG]
@@ -42,12 +44,12 @@ def test_an_answer_ends_where_it_repeats_itself() -> None:
     assert output is not None
     ended, going = output.outputs
     assert (ended.finish_reason, ended.stop_reason) == ("repetition", "repetition_detected")
-    assert ended.token_ids == [7, 8], "what follows in the same step is not the answer's"
+    assert ended.token_ids == [7, 8], "later tokens of the step are dropped"
     assert going.finish_reason is None
     assert client.aborts == [Abort("a", "repetition", 0)]
 
 
-def test_not_before_min_tokens_and_not_where_it_ends_anyway() -> None:
+def test_repetition_is_ignored_before_min_tokens_and_at_the_end() -> None:
     watch = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
     client = Client(min_tokens=4, max_tokens=50, output_kind=DELTA, repetition_detection=watch)
     client.step(part(0, [5, 5, 5]))
@@ -61,7 +63,7 @@ def test_not_before_min_tokens_and_not_where_it_ends_anyway() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "says"),
+    ("sizes", "message"),
     [
         ({"max_pattern_size": -1}, "max_pattern_size must be an integer of at least 0, got -1"),
         ({"max_pattern_size": 1025, "min_count": 2}, "at most 1024"),
@@ -70,13 +72,13 @@ def test_not_before_min_tokens_and_not_where_it_ends_anyway() -> None:
         ({"max_pattern_size": True}, "an integer"),
     ],
 )
-def test_values_that_cannot_be(sizes: dict[str, int], says: str) -> None:
-    with pytest.raises(RequestError, match=says) as raised:
+def test_invalid_repetition_parameters_are_rejected(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as raised:
         RepetitionDetectionParams(**sizes)
     assert raised.value.field == "repetition_detection"
 
 
-def test_a_maximum_of_0_detects_nothing() -> None:
+def test_max_pattern_size_of_0_detects_nothing() -> None:
     client = Client(output_kind=DELTA, repetition_detection=RepetitionDetectionParams())
     output = client.step(part(0, [5] * 10))
     assert output is not None and output.outputs[0].finish_reason is None

@@ -1,4 +1,4 @@
-"""Several samples of one request, without a core: fed by hand, index by index."""
+"""Several samples of one request, without a core: updates come from the test."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def scored(index: int, logprob: float, finish: str | None = None) -> SequenceUpd
 
 
 class Client:
-    """One request; each call of `step` is one step of the core. now_s goes up by one."""
+    """One request. Each call of `step` is one step of the core and advances now_s by one."""
 
     def __init__(self, **params: object) -> None:
         maker = RequestMaker(TOK, GenerationDefaults(), 0)
@@ -53,7 +53,7 @@ class Client:
         return None if request is None else request.output()
 
     def take(self, *parts: SequenceUpdate) -> OpenRequest | None:
-        """A step whose output nobody reads yet; the request, if there is one."""
+        """Process a step without reading its output. Return the request if it has output."""
         self.now_s += 1
         ready, aborts = self.processor.process(StepOutputs(details=[*parts]), self.now_s)
         self.aborts += aborts
@@ -72,7 +72,7 @@ def texts(output: RequestOutput | None) -> dict[int, str]:
     return {completion.index: completion.text for completion in output.outputs}
 
 
-def test_cumulative_outputs_hold_all_samples() -> None:
+def test_cumulative_outputs_contain_all_samples() -> None:
     client = Client(n=3)
     assert texts(client.step(part(1, CAT))) == {0: "", 1: " cat", 2: ""}
     output = client.step(part(0, DOG), part(1, DOG, "length"), part(2, FOX))
@@ -86,18 +86,18 @@ def test_cumulative_outputs_hold_all_samples() -> None:
     assert client.aborts == []
 
 
-def test_deltas_hold_what_has_news() -> None:
+def test_deltas_contain_only_samples_that_changed() -> None:
     client = Client(n=3, output_kind=DELTA)
     assert texts(client.step(part(0, DOG), part(2, FOX))) == {0: " dog", 2: " fox"}
     output = client.step(part(1, CAT, "length"), part(2, CAT))
     assert texts(output) == {1: " cat", 2: " cat"} and output and not output.finished
-    assert texts(client.step(part(0, FOX))) == {0: " fox"}, "an end is told once"
+    assert texts(client.step(part(0, FOX))) == {0: " fox"}, "the end of a sample is reported once"
     assert texts(client.step(part(0, [], "abort"))) == {0: ""}
     output = client.last(part(2, DOG, "length"))
     assert texts(output) == {2: " dog"} and output.outputs[0].token_ids == DOG
 
 
-def test_the_final_output_waits_for_all() -> None:
+def test_final_output_waits_for_all_samples() -> None:
     client = Client(n=2, output_kind=FINAL)
     assert client.step(part(0, DOG), part(1, CAT, "length")) is None
     output = client.last(part(0, DOG, "length"))
@@ -108,14 +108,14 @@ def test_the_final_output_waits_for_all() -> None:
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
-def test_a_stop_string_ends_its_own_sample(kind: RequestOutputKind) -> None:
-    """The core is told which one; what it still sends for that one is dropped."""
+def test_stop_string_ends_only_its_own_sample(kind: RequestOutputKind) -> None:
+    """The abort names the sample; the core's later updates of that sample are dropped."""
     client = Client(n=2, stop="STOP", output_kind=kind)
     outputs = [client.step(part(0, DOG), part(1, TOK.encode(" STOP")))]
     assert client.aborts == [Abort("a", "stop", index=1)]
     outputs.append(client.step(part(0, CAT), part(1, FOX)))
     outputs.append(client.step(part(1, FOX)))
-    assert outputs[-1] is None, "that one has no news any more"
+    assert outputs[-1] is None, "the ended sample has no new output"
     outputs.append(client.last(part(0, TOK.encode(" STOP"))))
     assert client.aborts == [Abort("a", "stop", index=1), Abort("a", "stop", index=0)]
     got = [output for output in outputs if output is not None]
@@ -127,7 +127,7 @@ def test_a_stop_string_ends_its_own_sample(kind: RequestOutputKind) -> None:
     assert ends == {0: ("stop", "STOP"), 1: ("stop", "STOP")}
 
 
-def test_a_stop_string_in_the_last_tokens_aborts_nothing() -> None:
+def test_stop_string_in_the_last_tokens_sends_no_abort() -> None:
     client = Client(n=2, stop="STOP", output_kind=FINAL)
     client.step(part(0, TOK.encode(" STOP now"), "length"))
     output = client.last(part(1, DOG, "length"))
@@ -135,22 +135,22 @@ def test_a_stop_string_in_the_last_tokens_aborts_nothing() -> None:
     assert [o.finish_reason for o in output.outputs] == ["stop", "length"]
 
 
-def test_the_best_are_returned_in_order() -> None:
+def test_best_of_returns_the_best_samples_in_order() -> None:
     client = Client(n=2, best_of=4)
     for step in range(2):
         ends = "length" if step else None
         parts = [scored(i, p, ends) for i, p in enumerate((-2.0, -0.5, -3.0, -1.0))]
         output = client.step(*parts[:3])
-        assert output is None, "which are the best is not known yet"
+        assert output is None, "the best samples are not known yet"
         output = client.step(parts[3])
     assert output is not None and output.finished
     assert [(o.index, o.token_ids) for o in output.outputs] == [(0, [1, 1]), (1, [3, 3])]
     assert [o.cumulative_logprob for o in output.outputs] == [-1.0, -2.0]
-    assert [o.logprobs for o in output.outputs] == [None, None], "nobody asked for them"
+    assert [o.logprobs for o in output.outputs] == [None, None], "logprobs are not requested"
     assert output.metrics is not None and output.metrics.num_dropped_tokens == 4
 
 
-def test_logprobs_of_the_best_are_shown_if_asked_for() -> None:
+def test_best_of_returns_logprobs_if_requested() -> None:
     client = Client(n=1, best_of=2, logprobs=0)
     assert client.request.params.logprobs == 0 and not client.request.hides_logprobs
     output = client.last(scored(0, -2.0, "length"), scored(1, -0.5, "length"))
@@ -159,13 +159,13 @@ def test_logprobs_of_the_best_are_shown_if_asked_for() -> None:
     assert [entry[1].logprob for entry in best.logprobs] == [-0.5]
 
 
-def test_equal_samples_keep_their_order() -> None:
+def test_best_of_keeps_the_order_of_equal_samples() -> None:
     client = Client(n=2, best_of=3)
     output = client.last(*[scored(i, -1.0, "length") for i in (2, 1, 0)])
     assert [o.token_ids for o in output.outputs] == [[0], [1]]
 
 
-def test_the_core_is_asked_for_the_logprobs_that_best_of_needs() -> None:
+def test_best_of_requests_hidden_logprobs_from_the_core() -> None:
     ranked = Client(n=1, best_of=2).request
     assert (ranked.params.logprobs, ranked.hides_logprobs) == (0, True)
     for params in ({"n": 2}, {"n": 2, "best_of": 2}):
@@ -173,7 +173,7 @@ def test_the_core_is_asked_for_the_logprobs_that_best_of_needs() -> None:
         assert (request.params.logprobs, request.hides_logprobs) == (None, False)
     given = SamplingParams(best_of=2)
     RequestMaker(TOK, GenerationDefaults(), 0).make(RenderedPrompt(PROMPT, None), given)
-    assert given.logprobs is None, "the caller's own parameters stay as they are"
+    assert given.logprobs is None, "the caller's parameters are unchanged"
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
@@ -185,12 +185,12 @@ def test_an_error_ends_all_samples(kind: RequestOutputKind) -> None:
     broken = "error", None, BROKEN.error
     wanted = {0: broken, 1: ("length", None, None), 2: broken}
     if kind is DELTA:
-        del wanted[1]  # was told before
+        del wanted[1]  # was reported before
     assert ends == wanted
     assert client.step(part(2, [], BROKEN)) is None and client.aborts == []
 
 
-def test_after_an_error_nothing_is_the_best() -> None:
+def test_best_of_returns_the_error_of_a_failed_sample() -> None:
     client = Client(n=1, best_of=3)
     client.step(scored(0, -0.1, "length"), scored(1, -2.0))
     output = client.last(part(2, [], BROKEN))
@@ -198,7 +198,7 @@ def test_after_an_error_nothing_is_the_best() -> None:
     assert (shown.finish_reason, shown.error) == ("error", BROKEN.error)
 
 
-def test_an_abort_ends_all_with_what_they_have() -> None:
+def test_abort_ends_all_samples_with_their_partial_text() -> None:
     client = Client(n=2, stop="STOP")
     client.step(part(0, TOK.encode("a ST")), part(1, DOG, "length"))
     [request] = client.processor.abort(["a"], now_s=9.0)
@@ -214,7 +214,7 @@ def test_preemptions_of_all_samples_are_counted() -> None:
     assert output.metrics is not None and output.metrics.num_preemptions == 4
 
 
-def test_prompt_logprobs_come_once() -> None:
+def test_prompt_logprobs_are_returned_once() -> None:
     client = Client(n=2, prompt_logprobs=0, output_kind=DELTA)
     rows = [Candidates(np.array([t], np.int32), np.array([-1.0], np.float32), 1) for t in PROMPT]
     output = client.step(part(0, DOG, prompt_candidates=rows[1:]), part(1, CAT))
@@ -223,7 +223,7 @@ def test_prompt_logprobs_come_once() -> None:
     assert output is not None and output.prompt_logprobs is None
 
 
-def test_a_slow_reader_of_deltas_gets_those_of_each_sample_in_one() -> None:
+def test_slow_reader_gets_one_merged_delta_per_sample() -> None:
     parts = [
         (scored(0, -1.0), scored(2, -2.0)),
         (scored(2, -3.0, "length"),),

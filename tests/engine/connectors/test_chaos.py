@@ -1,4 +1,4 @@
-"""Real files, damaged and fought over: a block comes back as it was put, or not at all."""
+"""Damaged and contended files: a block is returned exactly as it was put, or not at all."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ BOUNDARIES = [0, 8, 12, 16, 24, 56, 88, HEADER_BYTES]
 
 
 class Engine:
-    """A worker over a directory. Host blocks 0..99 hold what digests 0..99 name."""
+    """A worker over a directory. Host blocks 0..99 hold the contents of digests 0..99."""
 
     def __init__(self, directory: Path, max_bytes: int = PLENTY) -> None:
         self.clock, self.memory, self.answers = FakeClock(), Memory(), Answers()
@@ -69,7 +69,7 @@ class Engine:
         return answer.found
 
     def fetch(self, *numbers: int) -> list[bool]:
-        """Into host blocks that nobody else uses; asserts that they have what they should."""
+        """Fetch into separate host blocks, and assert that each is right or unchanged."""
         mine = b"mine"
         for i in numbers:
             self.memory.blocks[0, 1000 + i] = mine
@@ -96,7 +96,7 @@ def file_of(directory: Path, i: int) -> Path:
 
 
 def damage(engine: Engine, directory: Path, values: list[bytes]) -> None:
-    """Assert that none of these is taken for block 1, and that the good one is, afterwards."""
+    """Assert that none of these values is used as block 1, and that a new keep repairs it."""
     path = file_of(directory, 1)
     good = path.read_bytes()
     for value in values:
@@ -109,7 +109,7 @@ def damage(engine: Engine, directory: Path, values: list[bytes]) -> None:
     assert engine.fetch(1) == [True]
 
 
-def test_files_that_were_cut_off(engine: Engine, tmp_path: Path) -> None:
+def test_truncated_files_are_misses(engine: Engine, tmp_path: Path) -> None:
     engine.keep(1, 2)
     good, random = sealed(1), np.random.default_rng(2)
     lengths = {max(0, b + i) for b in BOUNDARIES for i in (-1, 0, 1)}
@@ -118,8 +118,8 @@ def test_files_that_were_cut_off(engine: Engine, tmp_path: Path) -> None:
     damage(engine, tmp_path, [good[:length] for length in sorted(lengths)] + [good + b"\0"])
 
 
-def test_files_with_other_bits(engine: Engine, tmp_path: Path) -> None:
-    """One bit of each byte of the header and of some of the data."""
+def test_files_with_flipped_bits_are_misses(engine: Engine, tmp_path: Path) -> None:
+    """One bit in each byte of the header and in some bytes of the data."""
     engine.keep(1, 2)
     good, random = sealed(1), np.random.default_rng(3)
     places = [*range(HEADER_BYTES), *random.integers(HEADER_BYTES, len(good), 60).tolist()]
@@ -131,7 +131,7 @@ def test_files_with_other_bits(engine: Engine, tmp_path: Path) -> None:
     damage(engine, tmp_path, values)
 
 
-def test_files_of_somebody_else(engine: Engine, tmp_path: Path) -> None:
+def test_files_of_other_blocks_are_misses(engine: Engine, tmp_path: Path) -> None:
     engine.keep(1, 2)
     data = contents(1)
     other_model = seal(bytes(32), 0, digest(1), data) + data
@@ -140,20 +140,22 @@ def test_files_of_somebody_else(engine: Engine, tmp_path: Path) -> None:
     damage(engine, tmp_path, [other_model, other_group, short, sealed(2), b"", bytes(SIZE)])
 
 
-def test_a_folder_or_a_pipe_in_a_files_place(engine: Engine, tmp_path: Path) -> None:
+def test_folder_or_pipe_instead_of_a_file_is_a_miss(engine: Engine, tmp_path: Path) -> None:
     engine.keep(1, 2)
     path = file_of(tmp_path, 1)
     path.unlink()
     path.mkdir()
     assert engine.fetch(1, 2) == [False, True]
     path.rmdir()
-    os.mkfifo(path)  # opening it as a file is opened would wait for a writer for ever
+    os.mkfifo(path)  # a plain open would wait for a writer forever
     assert engine.fetch(1, 2) == [False, True]
     assert engine.keep(1) == [True]
     assert engine.fetch(1, 2) == [True, True]
 
 
-def test_the_directory_goes_in_the_middle_and_comes_again(engine: Engine, tmp_path: Path) -> None:
+def test_deleted_directory_gives_misses_and_is_created_again(
+    engine: Engine, tmp_path: Path
+) -> None:
     assert engine.keep(*range(10)) == [True] * 10
     shutil.rmtree(tmp_path)
     assert engine.find(*range(10)) == [False] * 10
@@ -166,25 +168,25 @@ def test_the_directory_goes_in_the_middle_and_comes_again(engine: Engine, tmp_pa
 
 @contextlib.contextmanager
 def small_disk(directory: Path, num_bytes: int) -> Iterator[bool]:
-    """A file system of its own; False where this is not permitted."""
+    """Mount a small file system. Yield False where this is not permitted."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "quire-test", str(directory)]
     try:
-        is_there = subprocess.run(command, capture_output=True, timeout=10).returncode == 0
+        is_mounted = subprocess.run(command, capture_output=True, timeout=10).returncode == 0
     except OSError:
-        is_there = False
+        is_mounted = False
     try:
-        yield is_there
+        yield is_mounted
     finally:
-        if is_there:
+        if is_mounted:
             subprocess.run(["umount", "-l", str(directory)], check=True, timeout=10)
 
 
-def test_a_disk_runs_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real one where we may make one, else one that says so after some files."""
-    with small_disk(tmp_path / "small", 200_000) as is_there:
+def test_full_disk_loses_no_stored_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a real file system if one may be mounted, else with simulated errors after some files."""
+    with small_disk(tmp_path / "small", 200_000) as is_mounted:
         engine = Engine(tmp_path / "small")
-        if is_there:
+        if is_mounted:
             assert engine.keep(*range(100)).count(True) < 100  # 5 % stay free
             facts = os.statvfs(tmp_path / "small")
             assert facts.f_bavail >= 0.05 * facts.f_blocks
@@ -209,7 +211,7 @@ def test_a_disk_runs_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 # ---- several processes -------------------------------------------------------------------------
 
-# Keeps blocks that it chooses by chance, and fetches them; asserts that they are right.
+# Keeps and fetches random blocks, and asserts that fetched ones are right.
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -229,10 +231,10 @@ print(kept, fetched, engine.worker._work.mover._log.counts)
 
 
 def start(
-    directory: Path, seed: int, max_bytes: int, seconds: int, most: int = 1 << 60
+    directory: Path, seed: int, max_bytes: int, seconds: int, max_blocks: int = 1 << 60
 ) -> "subprocess.Popen[str]":
-    """most: blocks that it keeps and fetches before it ends."""
-    numbers = [str(number) for number in (seed, max_bytes, seconds, most)]
+    """max_blocks: blocks that the process keeps and fetches before it ends."""
+    numbers = [str(number) for number in (seed, max_bytes, seconds, max_blocks)]
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(directory), *numbers],
         stdout=subprocess.PIPE,
@@ -241,8 +243,8 @@ def start(
     )
 
 
-def test_two_processes_over_one_directory_with_trimming(tmp_path: Path) -> None:
-    """40 of 100 blocks have room; each process deletes what the other writes and reads."""
+def test_two_processes_share_a_directory_within_its_limit(tmp_path: Path) -> None:
+    """There is room for 40 of 100 blocks. Each process deletes files that the other one uses."""
     max_bytes = 40 * SIZE
     processes = [start(tmp_path, seed, max_bytes, 10, 800) for seed in (1, 2)]
     for process in processes:
@@ -251,10 +253,10 @@ def test_two_processes_over_one_directory_with_trimming(tmp_path: Path) -> None:
         ready, line, _ = out.split("\n")
         kept, fetched, throttled = line.split(" ", 2)
         assert ready == "ready" and int(kept) > 100 and int(fetched) > 20
-        assert throttled == "{}"  # nothing was refused or failed, only missing
+        assert throttled == "{}"  # blocks were missing, but nothing failed
     assert not list(tmp_path.rglob("*.tmp"))
     used = sum(path.stat().st_size for path in tmp_path.rglob("*.kv"))
-    # What one wrote since the other has counted is seen by neither: a sixteenth, and one more.
+    # Neither counts what the other wrote since its last count: a sixteenth and one block.
     assert 20 * SIZE < used <= max_bytes + 2 * (max_bytes // 16 + SIZE)
     engine = Engine(tmp_path)
     found = engine.find(*range(100))
@@ -262,7 +264,7 @@ def test_two_processes_over_one_directory_with_trimming(tmp_path: Path) -> None:
     engine.worker.close(PATIENCE_S)
 
 
-def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+def test_killed_process_leaves_only_whole_blocks(tmp_path: Path) -> None:
     for seed in range(3):
         process = start(tmp_path, seed, PLENTY, 60)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -276,7 +278,7 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     for path in paths:
         i = names[path.stem]
         assert unseal(path.read_bytes(), FINGERPRINT, 0, digest(i), BLOCK_BYTES[0])[0] is not None
-    left = tmp_path / LAYOUT / "tmp" / "1-1-1.tmp"  # should none of them have left one
+    left = tmp_path / LAYOUT / "tmp" / "1-1-1.tmp"  # in case no process has left one
     left.write_bytes(sealed(1)[:500])
     then = time.time() - OLD_S - 60
     for temporary in tmp_path.rglob("*.tmp"):
@@ -288,7 +290,7 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     engine.worker.close(PATIENCE_S)
 
 
-def test_orders_of_many_groups_and_large_blocks(
+def test_orders_with_two_groups_and_large_blocks_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BLOCK_BYTES, 0, 3_000_000)

@@ -1,5 +1,5 @@
-"""Blocks that a peer reads directly from another engine's memory. One transfer works in memory, and
-can lose, delay and damage blocks. NIXL's uses shared memory or TCP, if NIXL is installed.
+"""Blocks that a peer reads directly from another engine's memory. A transfer in this process can
+lose, delay and damage blocks. If NIXL is installed, its transfer uses shared memory or TCP.
 
 Covers `engine/connectors/direct.py` and `plugins/nixl_transfer.py`.
 """
@@ -39,12 +39,12 @@ HAS_NIXL = importlib.util.find_spec("nixl") is not None
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers prove that they know it."""
+    """Set the secret that peers must know."""
     monkeypatch.setenv(SECRET, "a secret of these tests")
 
 
 class PlacedMemory(Memory):
-    """Blocks that have addresses; of group 0 only."""
+    """Memory whose blocks have addresses; only of group 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class PlacedMemory(Memory):
 
 
 class MemoryTransfer:
-    """Copies within this process. before: each read, which it may spoil; num_read: pieces."""
+    """Copies within this process. before: called before each read. num_read: pieces read."""
 
     def __init__(self, name: str = "memory") -> None:
         self.name, self.num_read, self.peers = name, 0, [""]
@@ -95,7 +95,7 @@ class MemoryTransfer:
         assert any(
             first <= piece.target and piece.target + piece.num_bytes <= first + num_bytes
             for first, num_bytes in self.regions
-        ), "it is written where nobody allowed it"
+        ), "the target is not registered"
         ctypes.memmove(piece.target, piece.source, piece.num_bytes)
 
     def disconnect(self, peer: str) -> None:
@@ -130,7 +130,7 @@ def peer(served: Engine, transfer: MemoryTransfer) -> Iterator[PeerStore]:
     store.close()
 
 
-def test_blocks_are_read_where_they_are(
+def test_blocks_are_read_directly(
     served: Engine, peer: PeerStore, transfer: MemoryTransfer
 ) -> None:
     assert got(peer, 2, 9, 1) == [sealed(2), None, sealed(1)]
@@ -140,7 +140,7 @@ def test_blocks_are_read_where_they_are(
     assert got(peer, 3) == [None]
 
 
-def test_what_is_lost_comes_over_tcp(
+def test_blocks_of_a_failed_transfer_are_read_over_tcp(
     served: Engine, peer: PeerStore, transfer: MemoryTransfer
 ) -> None:
     def lose(pieces: Sequence[Piece]) -> None:
@@ -150,7 +150,7 @@ def test_what_is_lost_comes_over_tcp(
     assert got(peer, 1, 2) == [sealed(1), sealed(2)]
     transfer.before = lambda pieces: None
     assert got(peer, 3) == [sealed(3)] and transfer.num_read == 0
-    peer._disconnect()  # with the next connection it is tried again
+    peer._disconnect()  # the next connection tries the transfer again
     assert got(peer, 3) == [sealed(3)] and transfer.num_read == 1
     transfer.before = lose
     for _ in range(direct.MAX_FAILURES):
@@ -158,10 +158,10 @@ def test_what_is_lost_comes_over_tcp(
         assert got(peer, 3) == [sealed(3)]
     transfer.before = lambda pieces: None
     peer._disconnect()
-    assert got(peer, 3) == [sealed(3)] and transfer.num_read == 1, "enough is enough"
+    assert got(peer, 3) == [sealed(3)] and transfer.num_read == 1, "too many failures"
 
 
-def test_what_is_late_is_written_where_nobody_reads(
+def test_late_transfer_writes_to_an_unused_region(
     served: Engine, peer: PeerStore, transfer: MemoryTransfer
 ) -> None:
     late: list[Piece] = []
@@ -184,10 +184,10 @@ def test_what_is_late_is_written_where_nobody_reads(
 
 
 @pytest.mark.parametrize("how", ["damaged", "overwritten"])
-def test_what_is_damaged_is_a_miss(
+def test_damaged_block_is_a_miss(
     how: str, served: Engine, peer: PeerStore, transfer: MemoryTransfer
 ) -> None:
-    """In the network, or because the engine needs the block while it is read."""
+    """It is damaged by the network, or because the engine reuses the block during the read."""
 
     def harm(pieces: Sequence[Piece]) -> None:
         if how == "overwritten":
@@ -207,7 +207,7 @@ def test_what_is_damaged_is_a_miss(
 
 
 @pytest.mark.parametrize("theirs", [None, MemoryTransfer("another")])
-def test_a_peer_that_does_not_speak_it_is_read_over_tcp(
+def test_peer_without_the_same_transfer_is_read_over_tcp(
     theirs: DirectTransfer | None, transfer: MemoryTransfer
 ) -> None:
     made = Engine() if theirs is None else engine(theirs)
@@ -218,7 +218,7 @@ def test_a_peer_that_does_not_speak_it_is_read_over_tcp(
     made.close()
 
 
-def test_a_peer_that_is_started_anew_is_read_again(transfer: MemoryTransfer) -> None:
+def test_restarted_peer_is_read_again(transfer: MemoryTransfer) -> None:
     made = engine(MemoryTransfer())
     made.put(1)
     peer = PeerStore(f"127.0.0.1:{made.port}", 1, transfer)
@@ -235,7 +235,7 @@ def test_a_peer_that_is_started_anew_is_read_again(transfer: MemoryTransfer) -> 
     again.close()
 
 
-def test_wrong_settings_are_told() -> None:
+def test_unknown_or_missing_transfers_are_rejected() -> None:
     with pytest.raises(ConfigError, match="there is no transfer of KV blocks 'pigeon'"):
         make_store("peer://127.0.0.1:7?via=pigeon", 1)
     if not HAS_NIXL:
@@ -266,7 +266,7 @@ def test_nixl_reads_another_processs_memory() -> None:
         peer = make_store(f"peer://127.0.0.1:{port}?via=nixl", 1)
         assert isinstance(peer, PeerStore) and peer._direct is not None
         assert got(peer, 2, 9, 1) == [sealed(2), None, sealed(1)]
-        assert peer._direct.is_connected, "it came by NIXL"
+        assert peer._direct.is_connected, "the blocks came by NIXL"
         process.kill()
         process.wait()
         with pytest.raises(StoreError):

@@ -1,4 +1,4 @@
-"""The directory: shared, limited, and whatever happens to it, nothing is raised."""
+"""The directory store: shared, of limited size, and without errors when the disk fails."""
 
 import errno
 import logging
@@ -54,7 +54,7 @@ def make_old(directory: Path, i: int, age_s: float) -> None:
 # ---- keeping and finding -----------------------------------------------------------------------
 
 
-def test_values_come_back_whole_in_their_order(tmp_path: Path) -> None:
+def test_values_are_returned_whole_and_in_order(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "kv", PLENTY)
     assert got(store, 1) == [None]
     parts: dict[int, Sequence[bytes]] = {
@@ -73,7 +73,7 @@ def test_values_come_back_whole_in_their_order(tmp_path: Path) -> None:
     store.close()
 
 
-def test_names_say_whose_block_it_is_and_only_the_owner_may_read(tmp_path: Path) -> None:
+def test_paths_identify_blocks_and_only_the_owner_may_read(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "kv", PLENTY)
     store.put(block_key(FINGERPRINT, 3, digest(1)), [b"x"])
     name = digest(1).hex()
@@ -93,7 +93,7 @@ def test_two_engines_share_a_directory(tmp_path: Path) -> None:
     assert got(other, 1) == [value(1)]
 
 
-def test_who_stops_early_leaves_no_file_open(tmp_path: Path) -> None:
+def test_reader_that_stops_early_leaves_no_open_files(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, PLENTY)
     for i in range(20):
         store.put(key(i), [value(i)])
@@ -104,7 +104,7 @@ def test_who_stops_early_leaves_no_file_open(tmp_path: Path) -> None:
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_a_file_that_vanishes_is_a_miss(tmp_path: Path) -> None:
+def test_deleted_file_is_a_miss(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, PLENTY)
     for i in range(module.NUM_PREFETCHED + 2):
         store.put(key(i), [value(i)])
@@ -113,37 +113,37 @@ def test_a_file_that_vanishes_is_a_miss(tmp_path: Path) -> None:
     for path in files(tmp_path):
         path.unlink()
     rest = [None if v is None else bytes(v) for v in values]
-    # Those that were open are read; the others are gone.
+    # Files that were open are read; the others are misses.
     assert rest == [value(i) for i in range(1, module.NUM_PREFETCHED)] + [None, None]
 
 
 # ---- the limit ---------------------------------------------------------------------------------
 
 
-def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+def test_least_recently_used_files_are_deleted_first(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 10 * SIZE)
     for i in range(10):
         assert store.put(key(i), [value(i)])
         make_old(tmp_path, i, age_s=1000 - 10 * i)
-    assert got(store, 0) == [value(0)]  # used: now the youngest
+    assert got(store, 0) == [value(0)]  # used: now the newest
     assert time.time() - file_of(tmp_path, 0).stat().st_mtime < TOUCH_S + 60
     assert store.put(key(10), [value(10)])
     assert used_bytes(tmp_path) <= 10 * SIZE
     found = store.find([key(i) for i in range(11)])
     assert found[0] and found[10] and not found[1]
     gone = found.index(True, 1)
-    assert found == [True] + [False] * (gone - 1) + [True] * (11 - gone)  # the oldest, no others
+    assert found == [True] + [False] * (gone - 1) + [True] * (11 - gone)  # only the oldest
     assert gone <= 3
 
 
-def test_the_limit_holds_after_every_value(tmp_path: Path) -> None:
+def test_size_stays_within_the_limit_after_every_put(tmp_path: Path) -> None:
     clock = FakeClock()
     store = DiskStore(tmp_path, 10 * SIZE, clock)
     for i in range(60):
         assert store.put(key(i), [value(i)[: 100 + 37 * i % 900]])
         assert used_bytes(tmp_path) <= 10 * SIZE
         clock.advance(1.0)
-    assert used_bytes(tmp_path) > 7 * SIZE  # and it is used
+    assert used_bytes(tmp_path) > 7 * SIZE  # most of the limit is used
     assert not store.put(key(99), [bytes(10 * SIZE + 1)])
     assert store.put(key(99), [bytes(10 * SIZE)])
     assert used_bytes(tmp_path) == 10 * SIZE
@@ -159,14 +159,14 @@ def test_files_of_other_engines_count_and_may_be_deleted(tmp_path: Path) -> None
         assert one.put(key(i), [value(i)])
         assert used_bytes(tmp_path) <= 20 * SIZE
     assert sum(other.find([key(i) for i in range(18)])) <= 4
-    # What both write is seen by the next sweep, at the latest after a minute.
+    # The next sweep, after a minute at the latest, counts the files of both.
     for i in range(40, 60):
         clock.advance(trim.SWEEP_S)
         assert (one, other)[i % 2].put(key(i), [value(i)])
         assert used_bytes(tmp_path) <= 20 * SIZE
 
 
-def test_a_file_used_since_it_was_counted_stays(tmp_path: Path) -> None:
+def test_file_that_was_read_since_the_sweep_is_not_deleted(tmp_path: Path) -> None:
     clock = FakeClock()
     store = DiskStore(tmp_path, 32 * SIZE, clock)
     for i in range(32):
@@ -181,7 +181,7 @@ def test_a_file_used_since_it_was_counted_stays(tmp_path: Path) -> None:
     assert store.find([key(first), key(first + 1)]) == [True, False]
 
 
-def test_a_large_directory_is_counted_in_pieces_before_anything_is_stored(
+def test_large_directory_is_counted_in_parts_before_the_first_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = DiskStore(tmp_path, PLENTY)
@@ -200,7 +200,7 @@ def test_a_large_directory_is_counted_in_pieces_before_anything_is_stored(
 # ---- what goes wrong ---------------------------------------------------------------------------
 
 
-def test_unfinished_files_are_removed_when_they_are_old(tmp_path: Path) -> None:
+def test_old_temporary_files_are_deleted(tmp_path: Path) -> None:
     clock = FakeClock()
     store = DiskStore(tmp_path, PLENTY, clock)
     store.put(key(1), [value(1)])
@@ -221,7 +221,7 @@ def test_unfinished_files_are_removed_when_they_are_old(tmp_path: Path) -> None:
 
 
 def refuse_for_a_while(store: DiskStore, clock: FakeClock, log: pytest.LogCaptureFixture) -> str:
-    """Assert that storing stops with one warning, which is returned, and is not tried again."""
+    """Assert that puts fail with one warning, without retries. Return the warning."""
     with log.at_level(logging.WARNING):
         assert not store.put(key(50), [value(50)])
         clock.advance(PAUSE_S - 1)
@@ -232,7 +232,7 @@ def refuse_for_a_while(store: DiskStore, clock: FakeClock, log: pytest.LogCaptur
     return record.getMessage()
 
 
-def test_a_directory_that_was_removed_is_made_again_later(
+def test_deleted_directory_is_created_again_after_a_pause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = FakeClock()
@@ -245,12 +245,12 @@ def test_a_directory_that_was_removed_is_made_again_later(
     assert got(store, 1) == [None] and store.find([key(1)]) == [False]
     assert store.put(key(2), [value(2)])
     assert got(store, 2) == [value(2)]
-    shutil.rmtree(tmp_path / "kv" / LAYOUT)  # of our own folders nobody need know
+    shutil.rmtree(tmp_path / "kv" / LAYOUT)  # the store's own folders are created without a warning
     assert store.put(key(3), [value(3)])
     assert got(store, 3) == [value(3)]
 
 
-def test_what_holds_the_directory_is_not_made_again(
+def test_missing_parent_of_the_directory_is_not_created(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = FakeClock()
@@ -261,10 +261,10 @@ def test_what_holds_the_directory_is_not_made_again(
     assert not (tmp_path / "mount").exists()
 
 
-def test_a_full_disk_stops_storing_and_leaves_nothing_behind(
+def test_full_disk_stops_puts_and_leaves_no_partial_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk takes half of a value."""
+    """The disk accepts half of a value."""
     clock = FakeClock()
     store = DiskStore(tmp_path, PLENTY, clock)
     store.put(key(1), [value(1)])
@@ -279,21 +279,19 @@ def test_a_full_disk_stops_storing_and_leaves_nothing_behind(
     assert "No space left on device" in refuse_for_a_while(store, clock, caplog)
     assert [path.name for path in files(tmp_path)] == [f"{digest(1).hex()}.kv"]
     assert got(store, 1) == [value(1)]
-    assert "No space" in refuse_for_a_while(store, clock, caplog)  # it is tried, and told, again
+    assert "No space" in refuse_for_a_while(store, clock, caplog)  # retried, with another warning
     monkeypatch.setattr(os, "writev", real)
     assert store.put(key(50), [value(50)])
 
 
-def test_short_writes_go_on_where_they_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, real = DiskStore(tmp_path, PLENTY), os.writev
     monkeypatch.setattr(os, "writev", lambda file, parts: real(file, [parts[0][:7]]))
     assert store.put(key(1), [b"head", b"0123456789" * 5, b"", b"tail"])
     assert got(store, 1) == [b"head" + b"0123456789" * 5 + b"tail"]
 
 
-def test_the_disk_keeps_its_last_bytes(
+def test_puts_leave_a_share_of_the_disk_free(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock()
@@ -308,10 +306,10 @@ def test_the_disk_keeps_its_last_bytes(
     warning = refuse_for_a_while(store, clock, caplog)
     assert "must keep 0.05 GB free" in warning
     Facts.f_blocks, Facts.f_bavail = 10**15 // 4096, (10**9 + 10_000) // 4096
-    assert store.put(key(1), [value(1)])  # of a large disk 1 GB
+    assert store.put(key(1), [value(1)])  # on a large disk, 1 GB stays free
 
 
-def test_a_disk_that_cannot_be_written_to_is_read(
+def test_read_only_disk_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = FakeClock()
@@ -334,7 +332,7 @@ def test_a_disk_that_cannot_be_written_to_is_read(
     assert got(store, 1) == [value(1)]
 
 
-def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None:
+def test_unusable_directory_or_limit_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be created .*; give another one"):
         DiskStore(tmp_path / "file" / "kv", PLENTY)
@@ -342,7 +340,7 @@ def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None
         DiskStore(tmp_path, 0)
 
 
-def test_a_store_by_its_setting(tmp_path: Path) -> None:
+def test_store_is_made_from_its_setting(tmp_path: Path) -> None:
     store = make_store(f"dir:{tmp_path}/a:b", PLENTY)
     assert store.put(key(1), [value(1)])
     assert (tmp_path / "a:b").is_dir()
@@ -356,7 +354,7 @@ def test_a_store_by_its_setting(tmp_path: Path) -> None:
 # ---- removing ----------------------------------------------------------------------------------
 
 
-def test_what_is_removed_is_gone_for_all_and_for_ever(tmp_path: Path) -> None:
+def test_removed_blocks_are_gone_for_all_engines(tmp_path: Path) -> None:
     store, other = DiskStore(tmp_path, PLENTY), DiskStore(tmp_path, PLENTY)
     for i in range(4):
         store.put(key(i), (value(i),))
@@ -368,16 +366,16 @@ def test_what_is_removed_is_gone_for_all_and_for_ever(tmp_path: Path) -> None:
     assert store.put(key(1), (value(1),)) and got(other, 1) == [value(1)]
 
 
-def test_what_cannot_be_removed_is_told_and_the_others_go(
+def test_failed_removal_is_raised_and_other_blocks_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = DiskStore(tmp_path, PLENTY)
     for i in range(3):
         store.put(key(i), (value(i),))
-    kept, unlink = str(file_of(tmp_path, 0)), os.unlink
+    protected, unlink = str(file_of(tmp_path, 0)), os.unlink
 
     def refuse(path: str) -> None:
-        if path == kept:
+        if path == protected:
             raise PermissionError(errno.EACCES, "not yours")
         unlink(path)
 

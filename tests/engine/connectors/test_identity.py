@@ -30,7 +30,7 @@ def fingerprint(built: BuiltRunner, **changes: Any) -> bytes:
     return make_scheduler(dataclasses.replace(built, **changes), source).memory.names.fingerprint
 
 
-def test_what_changes_the_bits_of_blocks_changes_their_names(built: BuiltRunner) -> None:
+def test_settings_that_change_bits_change_the_fingerprint(built: BuiltRunner) -> None:
     fixed = dataclasses.replace(built.config, deterministic=True)
     hashed = dataclasses.replace(built.config.cache, prefix_caching_hash_algo="blake2b")
     int8 = dataclasses.replace(built.config.cache, kv_cache_dtype="int8")
@@ -47,8 +47,10 @@ def test_what_changes_the_bits_of_blocks_changes_their_names(built: BuiltRunner)
 
 
 @pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")
-def test_an_instruction_set_rounds_in_its_own_way(built: BuiltRunner, tmp_path: Path) -> None:
-    """Its blocks, on a disk, are not another's. Integers have the same bits in all."""
+def test_instruction_set_of_floats_changes_the_fingerprint(
+    built: BuiltRunner, tmp_path: Path
+) -> None:
+    """Instruction sets round differently, except for integers."""
     found = []
     with own_figures(tmp_path):
         for faster in ({}, {"float32": variants()[0]}, {"int8": variants()[0]}):
@@ -57,7 +59,7 @@ def test_an_instruction_set_rounds_in_its_own_way(built: BuiltRunner, tmp_path: 
     assert found[0] == found[2] != found[1]
 
 
-def test_what_does_not_leaves_them(built: BuiltRunner) -> None:
+def test_settings_that_keep_bits_keep_the_fingerprint(built: BuiltRunner) -> None:
     eager = dataclasses.replace(built.config, enforce_eager=True, compilation="piecewise")
     assert fingerprint(built, config=eager) == fingerprint(built)
     lfu = dataclasses.replace(
@@ -67,7 +69,7 @@ def test_what_does_not_leaves_them(built: BuiltRunner) -> None:
     assert fingerprint(built, config=config) == fingerprint(built)
 
 
-def test_int8_blocks_of_a_gpu_have_the_version_of_their_layout(
+def test_layout_version_is_part_of_the_gpu_int8_fingerprint(
     built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     int8 = dataclasses.replace(built.config.cache, kv_cache_dtype="int8")

@@ -1,4 +1,4 @@
-"""The stores that look up a request that names a peer."""
+"""The stores that are searched for a request that names a peer."""
 
 import msgspec
 import pytest
@@ -25,14 +25,12 @@ def chosen(peer: str, stores: tuple[str, ...] = STORES, keeps: bool = False) -> 
         ("[::1]:7400", (0, 2, 3)), ("", ()),
     ],
 )  # fmt: skip
-def test_a_peer_of_the_settings_is_asked_and_no_other_one(
-    peer: str, stores: tuple[int, ...]
-) -> None:
+def test_request_uses_its_peer_and_no_other_peer(peer: str, stores: tuple[int, ...]) -> None:
     assert chosen(peer).stores == stores
 
 
-def test_no_request_names_what_is_not_in_the_settings(caplog: pytest.LogCaptureFixture) -> None:
-    """Nor a store that is no peer, such as the Redis server's address."""
+def test_peers_outside_the_settings_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """Also stores that are no peers, such as the Redis server's address."""
     for peer in ("one:7401", "169.254.169.254:80", "r:6379"):
         assert chosen(peer).stores == ()
         assert f"names the peer '{peer}'" in caplog.text
@@ -48,6 +46,6 @@ def test_no_request_names_what_is_not_in_the_settings(caplog: pytest.LogCaptureF
         ("shm:a", ""),
     ],
 )  # fmt: skip
-def test_an_answer_names_what_can_be_reached(store: str, address: str) -> None:
+def test_address_is_set_only_if_other_engines_can_reach_it(store: str, address: str) -> None:
     assert chosen("", (store,), keeps=True).address == address
     assert chosen("", (store,)).address == ""

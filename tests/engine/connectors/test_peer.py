@@ -39,7 +39,7 @@ NUM_BLOCKS = 8
 
 
 class Engine:
-    """Host memory that is served. memory, direct: if others."""
+    """Host memory that is served to peers. memory, direct: replace the defaults."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers prove that they know it."""
+    """Set the secret that peers must know."""
     monkeypatch.setenv(SECRET, "a secret of these tests")
 
 
@@ -96,17 +96,17 @@ def got(store: PeerStore, *numbers: int) -> list[bytes | None]:
     return [None if value is None else bytes(value) for value in values]
 
 
-def test_what_was_put_is_found_and_read(served: Engine, peer: PeerStore) -> None:
+def test_served_blocks_are_found_read_and_removed(served: Engine, peer: PeerStore) -> None:
     served.put(1, 2)
     assert peer.find([key(1), key(3), key(2)]) == [True, False, True]
     assert got(peer, 2, 3, 1) == [sealed(2), None, sealed(1)]
     assert peer.find([]) == got(peer) == []
-    assert not peer.put(key(4), (contents(4),)), "a peer keeps what it computes itself"
+    assert not peer.put(key(4), (contents(4),)), "a peer accepts no blocks"
     peer.remove([key(1), key(9)])
     assert peer.find([key(1), key(2)]) == [False, True]
 
 
-def test_any_number_of_keys_may_be_asked_for(
+def test_calls_with_many_keys_are_split(
     served: Engine, peer: PeerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.connectors.peer.MAX_KEYS", 2)
@@ -117,9 +117,7 @@ def test_any_number_of_keys_may_be_asked_for(
     assert not any(peer.find([key(i) for i in range(5)]))
 
 
-def test_who_stops_reading_gets_the_right_values_afterwards(
-    served: Engine, peer: PeerStore
-) -> None:
+def test_peer_reads_correctly_after_an_abandoned_get(served: Engine, peer: PeerStore) -> None:
     served.put(1, 2, 3)
     values = peer.get([key(1), key(2), key(3)])
     assert bytes(next(values) or b"") == sealed(1)
@@ -127,14 +125,14 @@ def test_who_stops_reading_gets_the_right_values_afterwards(
     assert got(peer, 3) == [sealed(3)]
 
 
-def test_a_block_that_host_memory_gives_away_is_a_miss(served: Engine, peer: PeerStore) -> None:
-    """Nothing is copied, and nobody holds it: the oldest makes room, whoever may read it."""
+def test_evicted_and_removed_host_blocks_are_misses(served: Engine, peer: PeerStore) -> None:
+    """Serving neither copies nor pins blocks: the oldest block is evicted even if peers read it."""
     served.put(*range(NUM_BLOCKS))
     served.put(10)
     numbers = [*range(NUM_BLOCKS), 10]
     assert peer.find([key(i) for i in numbers]) == [False] + [True] * NUM_BLOCKS
     assert got(peer, *numbers) == [None, *(sealed(i) for i in numbers[1:])]
-    served.pool.forget(digest(3))  # what it held may be wrong
+    served.pool.forget(digest(3))  # its contents may be wrong
     assert got(peer, 3, 4) == [None, sealed(4)]
     assert served.do(remove(4, 99)) == Removed(0, 1, [True, True])
     assert got(peer, 4, 5) == [None, sealed(5)]
@@ -142,15 +140,13 @@ def test_a_block_that_host_memory_gives_away_is_a_miss(served: Engine, peer: Pee
     assert not any(peer.find([key(i) for i in numbers]))
 
 
-def test_a_block_that_is_overwritten_while_it_is_read_is_not_sent(
-    served: Engine, peer: PeerStore
-) -> None:
+def test_block_overwritten_during_its_read_is_not_sent(served: Engine, peer: PeerStore) -> None:
     served.put(1, 2)
     read = served.memory.read
 
     def overwritten(group: int, block: int) -> bytes:
         data = read(group, block)
-        served.put(*range(10, 10 + NUM_BLOCKS))  # all blocks are somebody else's now
+        served.put(*range(10, 10 + NUM_BLOCKS))  # overwrites all blocks
         served.memory.read = read  # type: ignore[method-assign]
         return data
 
@@ -158,35 +154,33 @@ def test_a_block_that_is_overwritten_while_it_is_read_is_not_sent(
     assert got(peer, 1, 2, 10) == [None, None, sealed(10)]
 
 
-def test_what_has_lost_its_name_before_it_was_kept_is_not_kept(
-    served: Engine, peer: PeerStore
-) -> None:
+def test_block_that_lost_its_name_is_not_kept(served: Engine, peer: PeerStore) -> None:
     block = served.pool.allocate()
     order = Keep(0, 7, ((0, digest(1), block),))
     assert served.do(order) == Kept(0, 7, [False], 0, 0.0, is_lasting=False)
-    served.pool.index(block, digest(2))  # another's
+    served.pool.index(block, digest(2))  # the block has another name
     assert served.do(order) == Kept(0, 7, [False], 0, 0.0, is_lasting=False)
     assert peer.find([key(1), key(2)]) == [False, False]
 
 
-def test_the_engine_itself_finds_nothing_there(served: Engine) -> None:
-    """It has it in its host memory."""
+def test_serving_engine_gets_misses_from_its_own_blocks(served: Engine) -> None:
+    """It reads its host memory directly."""
     served.put(1)
     assert served.do(look_up(1)) == LookedUp(0, "r", [False])
     assert served.do(fetch(1)) == Fetched(0, 1, [False], 0, 0.0)
 
 
-def test_who_does_not_know_the_secret_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_with_a_wrong_secret_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "right")
     served = Engine("127.0.0.1:0")
     served.put(1)
     address = f"127.0.0.1:{served.port}"
-    knows = PeerStore(address, 1)
+    trusted = PeerStore(address, 1)
     monkeypatch.setenv(SECRET, "wrong")
     stranger = PeerStore(address, 1)
     with pytest.raises(StoreError, match="another secret"):
         stranger.find([key(1)])
-    assert got(knows, 1) == [sealed(1)]
+    assert got(trusted, 1) == [sealed(1)]
     with socket.create_connection(("127.0.0.1", served.port)) as sock:
         sock.settimeout(5)
         sock.recv(40)
@@ -196,15 +190,15 @@ def test_who_does_not_know_the_secret_gets_nothing(monkeypatch: pytest.MonkeyPat
                 pass
             raise ConnectionError("closed")
     served.close()
-    knows.close()
+    trusted.close()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost", "[::1]"])
 @pytest.mark.parametrize("value", [None, "", "  "])
-def test_there_must_be_a_secret_also_on_this_machine(
+def test_secret_is_required_even_on_the_local_host(
     monkeypatch: pytest.MonkeyPatch, host: str, value: str | None
 ) -> None:
-    """All of its users reach a port of it."""
+    """Every local user can reach the port."""
     if value is None:
         monkeypatch.delenv(SECRET)
     else:
@@ -215,12 +209,12 @@ def test_there_must_be_a_secret_also_on_this_machine(
         Engine(f"{host}:0")
 
 
-def test_with_a_secret_every_interface_may_be_listened_on() -> None:
+def test_secret_allows_all_interfaces() -> None:
     Engine("0.0.0.0:0").close()
 
 
-def test_who_knows_no_secret_gets_nothing(served: Engine) -> None:
-    """As an engine did that had none."""
+def test_peer_with_an_empty_secret_gets_nothing(served: Engine) -> None:
+    """Engines without a secret introduced themselves in this way."""
     served.put(1)
     with (
         socket.create_connection(("127.0.0.1", served.port)) as sock,
@@ -230,24 +224,24 @@ def test_who_knows_no_secret_gets_nothing(served: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x09\x01\0\0\0", b"\x02\xff\xff\xff\xff", b"\x02\x01"],
 )
-def test_what_is_no_request_ends_its_connection_alone(
-    said: bytes, served: Engine, peer: PeerStore
+def test_malformed_request_ends_only_its_connection(
+    sent: bytes, served: Engine, peer: PeerStore
 ) -> None:
     served.put(1)
-    peer.find([key(0)])  # they have introduced themselves
+    peer.find([key(0)])  # both sides have introduced themselves
     assert peer._sock is not None
-    peer._sock.sendall(said)
+    peer._sock.sendall(sent)
     with contextlib.suppress(OSError):  # it may have been ended already
         peer._sock.shutdown(socket.SHUT_WR)
     with pytest.raises(StoreError):
         got(peer, 1)
-    assert got(peer, 1) == [sealed(1)], "the next call connects anew"
+    assert got(peer, 1) == [sealed(1)], "the next call connects again"
 
 
-def test_a_server_that_is_none_of_ours_or_cuts_values_off(peer: PeerStore) -> None:
+def test_foreign_server_and_closed_port_are_store_errors(peer: PeerStore) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -262,10 +256,10 @@ def test_a_server_that_is_none_of_ours_or_cuts_values_off(peer: PeerStore) -> No
             other.find([key(1)])
         thread.join()
     with pytest.raises(StoreError, match="peer 127.0.0.1"):
-        other.find([key(1)])  # nobody listens
+        other.find([key(1)])  # the port is closed
 
 
-def test_a_peer_that_is_started_anew_is_found_again(served: Engine, peer: PeerStore) -> None:
+def test_peer_reconnects_to_a_restarted_engine(served: Engine, peer: PeerStore) -> None:
     served.put(1)
     assert got(peer, 1) == [sealed(1)]
     served.close()
@@ -278,11 +272,13 @@ def test_a_peer_that_is_started_anew_is_found_again(served: Engine, peer: PeerSt
     again.close()
 
 
-def test_too_many_connections_are_refused_and_others_go_on(served: Engine, peer: PeerStore) -> None:
+def test_excess_connections_are_refused_and_others_continue(
+    served: Engine, peer: PeerStore
+) -> None:
     served.put(1)
     peer.find([key(0)])
-    place = ("127.0.0.1", served.port)
-    others = [socket.create_connection(place) for _ in range(MAX_CONNECTIONS)]
+    endpoint = ("127.0.0.1", served.port)
+    others = [socket.create_connection(endpoint) for _ in range(MAX_CONNECTIONS)]
     assert got(peer, 1) == [sealed(1)]
     late = PeerStore(f"127.0.0.1:{served.port}", 1)
     with pytest.raises(StoreError):
@@ -291,18 +287,18 @@ def test_too_many_connections_are_refused_and_others_go_on(served: Engine, peer:
         sock.close()
 
 
-def test_addresses_are_checked() -> None:
+def test_invalid_and_taken_addresses_are_rejected() -> None:
     for text in ("", "host", "host:", ":7", "host:port", "host:99999"):
         with pytest.raises(ConfigError, match="takes HOST:PORT"):
             PeerStore(text, 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot listen on"):
-            Engine(place)
+            Engine(endpoint)
 
 
-def test_a_greeting_in_small_pieces_ends_in_time() -> None:
-    """Each piece comes in time, and all of them would not: the connection is somebody else's."""
+def test_slow_greeting_times_out() -> None:
+    """Each byte comes in time, but the greeting as a whole does not."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         num_sent, has_ended = 0, threading.Event()
@@ -323,12 +319,12 @@ def test_a_greeting_in_small_pieces_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize("during", ["greeting", "find", "get"])
-def test_a_peer_that_drips_is_left_in_time(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_peer_times_out(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes in time; the exchange as a whole does not."""
     monkeypatch.setattr(peer_module, "CALL_S", 0.3)
     if during != "greeting":
         monkeypatch.setattr(peer_module, "introduce", lambda *given: None)
-    has_ended, num_sent, most = threading.Event(), 0, 64
+    has_ended, num_sent, max_sent = threading.Event(), 0, 64
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -336,14 +332,14 @@ def test_a_peer_that_drips_is_left_in_time(during: str, monkeypatch: pytest.Monk
             nonlocal num_sent
             sock, _ = listener.accept()
             with sock, contextlib.suppress(OSError):
-                while num_sent < most and not has_ended.wait(0.05):
+                while num_sent < max_sent and not has_ended.wait(0.05):
                     sock.sendall(MAGIC[:1] if during == "greeting" else b"\0")
                     num_sent += 1
 
         sender = threading.Thread(target=drip)
         sender.start()
         store = PeerStore(f"127.0.0.1:{listener.getsockname()[1]}", 1)
-        keys = [key(number) for number in range(most)]
+        keys = [key(number) for number in range(max_sent)]
         with pytest.raises(StoreError, match="takes too long|timed out"):
             store.find(keys) if during != "get" else list(store.get(keys))
         has_ended.set()

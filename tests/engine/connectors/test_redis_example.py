@@ -1,5 +1,6 @@
-"""The Valkey example of docs/extend/kv-stores.md, over a socket: a real server if installed,
-else a few commands of its protocol."""
+"""The Valkey example of docs/extend/kv-stores.md, over a socket.
+
+The server is a real one if installed, else one that knows a few commands of the protocol."""
 
 import logging
 import socket
@@ -59,7 +60,7 @@ def store(site: Site, address: str) -> Iterator[BlockStore]:
     made.close()
 
 
-def test_values_come_back_whole_in_their_order(store: BlockStore) -> None:
+def test_values_are_returned_whole_and_in_order(store: BlockStore) -> None:
     keys = [key(i) for i in range(5)]
     assert store.find(keys) == [False] * 5
     assert list(store.get(keys)) == [None] * 5
@@ -76,7 +77,7 @@ def test_values_come_back_whole_in_their_order(store: BlockStore) -> None:
     assert store.find(keys) == [False, True, False, False, False]
 
 
-def test_blocks_travel_through_a_worker_and_damage_is_a_miss(
+def test_worker_keeps_and_fetches_blocks_and_damage_is_a_miss(
     store: BlockStore, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory, answers = Memory(), Answers()
@@ -111,10 +112,10 @@ def refused_address() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def test_a_server_that_is_not_there_makes_misses_and_one_warning(
+def test_missing_server_gives_misses_and_one_warning(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = make_store(f"valkey:{refused_address()}", max_bytes=1)  # making it does not connect
+    store = make_store(f"valkey:{refused_address()}", max_bytes=1)  # does not connect yet
     calls: list[Callable[[], object]] = [
         lambda: store.find([key(1)]),
         lambda: list(store.get([key(1)])),
@@ -137,12 +138,12 @@ def test_a_server_that_is_not_there_makes_misses_and_one_warning(
     worker.close(PATIENCE_S)
 
 
-def test_an_address_that_is_none_is_an_error_at_the_start(site: Site) -> None:
+def test_invalid_address_is_an_error_at_the_start(site: Site) -> None:
     with pytest.raises(ConfigError, match=r"'valkey:\*\*\*' cannot be created: ValueError"):
         make_store("valkey:host:port", max_bytes=1)
 
 
-def test_a_store_that_lacks_a_method_cannot_be_used(site: Site) -> None:
+def test_store_without_all_methods_is_rejected(site: Site) -> None:
     source = "class Store:\n    def find(self): ...\n    def get(self): ...\n"
     site.install("half", CONNECTORS, "half", "half_a_store:Store", source)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The envelope: what was sealed comes back, and nothing else does."""
+"""The envelope of stored blocks: only unchanged blocks with the right name can be opened."""
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ def opened(value: bytes | bytearray | memoryview) -> tuple[bytes | None, str]:
     return (None if data is None else bytes(data)), reason
 
 
-def test_what_was_sealed_comes_back_from_any_kind_of_bytes() -> None:
+def test_sealed_block_is_opened_from_any_kind_of_bytes() -> None:
     value = sealed(1)
     assert len(value) == HEADER_BYTES + SIZE
     for kind in (bytes, bytearray, memoryview):
@@ -44,7 +44,7 @@ def test_what_was_sealed_comes_back_from_any_kind_of_bytes() -> None:
     assert seal(FINGERPRINT, 0, digest(1), memoryview(array)) == value[:HEADER_BYTES]
 
 
-def test_every_single_bit_and_every_length_is_guarded() -> None:
+def test_every_flipped_bit_and_wrong_length_is_detected() -> None:
     value = bytearray(sealed(1))
     for bit in range(8 * HEADER_BYTES):
         value[bit // 8] ^= 1 << bit % 8
@@ -61,8 +61,8 @@ def test_every_single_bit_and_every_length_is_guarded() -> None:
     assert opened(value)[0] == contents(1)
 
 
-def test_bursts_of_errors_are_found() -> None:
-    """As a disk or a torn write makes them: sectors of zeros, or of something else."""
+def test_bursts_of_errors_are_detected() -> None:
+    """As a disk or a torn write causes them: runs of zeros or of random bytes."""
     random = np.random.default_rng(1)
     value = np.frombuffer(sealed(1), np.uint8)
     for _ in range(2000):
@@ -74,7 +74,7 @@ def test_bursts_of_errors_are_found() -> None:
             assert opened(broken.tobytes())[0] is None
 
 
-def test_other_blocks_are_refused_though_they_are_whole() -> None:
+def test_intact_blocks_with_another_identity_are_refused() -> None:
     foreign = seal(bytes(32), 0, digest(1), contents(1)) + contents(1)
     other_group = seal(FINGERPRINT, 1, digest(1), contents(1)) + contents(1)
     for value in (foreign, other_group, sealed(2)):
@@ -83,7 +83,7 @@ def test_other_blocks_are_refused_though_they_are_whole() -> None:
     assert opened(shorter) == (None, f"it has 5 bytes, and blocks of this group have {SIZE}")
 
 
-def test_what_is_refused_says_why() -> None:
+def test_refused_values_have_a_reason() -> None:
     value = sealed(1)
     assert opened(b"")[1] == "it ends within its header"
     assert opened(b"x" * 2000)[1] == "it is not a quire block"
@@ -91,7 +91,7 @@ def test_what_is_refused_says_why() -> None:
     assert opened(newer)[1] == "its format is 99, and this quire reads 1"
 
 
-def test_keys_are_not_mixed_up() -> None:
+def test_block_key_can_be_split_into_its_parts() -> None:
     key = block_key(FINGERPRINT, 3, digest(5))
     assert len(key) == KEY.size == 68
     assert split_key(key) == (FINGERPRINT, 3, digest(5))
@@ -99,7 +99,7 @@ def test_keys_are_not_mixed_up() -> None:
         block_key(b"short", 0, digest(1))
 
 
-def test_orders_and_answers_can_be_sent_and_recorded() -> None:
+def test_orders_and_answers_survive_wire_and_recording() -> None:
     messages = [
         LookUp(1, "r", ((0, digest(1)), (1, digest(2)))),
         Fetch(1, 7, ((0, digest(1), 3),)),

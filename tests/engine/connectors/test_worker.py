@@ -1,4 +1,4 @@
-"""The worker: what comes first, what a store may do wrong, and that host blocks are left alone."""
+"""The store worker: order of its work, faults of a store, and host blocks that must not change."""
 
 import gc
 import logging
@@ -59,7 +59,7 @@ class Bench:
         self.worker.expire(self.clock.now())
 
     def hold(self, order: Order) -> None:
-        """Have the store's thread wait at the gate with this order."""
+        """Block the store's thread at the gate with this order."""
         self.store.gate.shut()
         self.worker.submit(order)
         assert self.store.gate.came.wait(PATIENCE_S)
@@ -74,7 +74,7 @@ def bench() -> Iterator[Bench]:
     made.worker.close(PATIENCE_S)
 
 
-def test_what_is_kept_is_found_and_fetched(bench: Bench) -> None:
+def test_kept_blocks_are_found_and_fetched(bench: Bench) -> None:
     bench.memory.blocks[1, 4] = contents(4, group=1)
     both = items(1, 2) + items(4, group=1)
     assert bench.do(Keep(5, 7, both)) == Kept(5, 7, [True] * 3, 2 * 1000 + 64, 0.0)
@@ -88,19 +88,19 @@ def test_what_is_kept_is_found_and_fetched(bench: Bench) -> None:
     assert bench.answers.num_rings == 3
 
 
-def test_what_the_store_has_is_not_written_again(bench: Bench) -> None:
+def test_blocks_in_the_store_are_not_written_again(bench: Bench) -> None:
     bench.fill(1)
     assert bench.do(keep(1, 2)) == Kept(0, 1, [True, True], 1000, 0.0)
     assert bench.store.calls == ["find", "put"]
 
 
-def test_orders_of_nothing_are_answered(bench: Bench) -> None:
+def test_empty_orders_are_answered(bench: Bench) -> None:
     assert bench.do(look_up()) == LookedUp(0, "r", [])
     assert bench.do(fetch()) == Fetched(0, 1, [], 0, 0.0)
     assert bench.do(keep()) == Kept(0, 1, [], 0, 0.0)
 
 
-def test_look_ups_come_first_then_fetches_also_within_an_order(bench: Bench) -> None:
+def test_look_ups_and_fetches_run_before_a_keep_and_within_it(bench: Bench) -> None:
     bench.fill(1)
     bench.hold(keep(5, 6, 7))
     for order in (keep(8), fetch(1, ticket=2), look_up(1)):
@@ -108,12 +108,12 @@ def test_look_ups_come_first_then_fetches_also_within_an_order(bench: Bench) -> 
     bench.store.gate.open()
     kinds = [type(bench.answers.take()) for _ in range(4)]
     assert kinds == [LookedUp, Fetched, Kept, Kept]
-    # The keep that was under way looked which blocks are there, and put one.
+    # The running keep had called find and put one block.
     assert bench.store.calls == ["find", "put", "find", "get", *["put"] * 2, "find", "put"]
 
 
-def test_a_look_up_waits_for_blocks_that_are_to_come(bench: Bench) -> None:
-    """As long as there is none of them and its time is not over; others go between."""
+def test_look_up_with_wait_s_waits_for_its_blocks(bench: Bench) -> None:
+    """Until the store has one of them or the time is over. Other orders run meanwhile."""
     waits = LookUp(0, "late", tuple((0, digest(i)) for i in (1, 2, 3)), 7, wait_s=1.0)
     bench.worker.submit(waits)
     assert bench.do(look_up(1)) == LookedUp(0, "r", [False])
@@ -127,8 +127,8 @@ def test_a_look_up_waits_for_blocks_that_are_to_come(bench: Bench) -> None:
     assert bench.answers.take() == LookedUp(0, "late", [False], 7)
 
 
-def test_who_waits_for_blocks_to_come_lets_others_through(bench: Bench) -> None:
-    """Though to look takes longer than the pause between two looks; and all who wait do look."""
+def test_waiting_look_ups_let_other_orders_through(bench: Bench) -> None:
+    """Though a look-up takes longer than the pause between two. Every waiting one is retried."""
     looked: list[bytes] = []
     find = bench.store.find
 
@@ -145,7 +145,7 @@ def test_who_waits_for_blocks_to_come_lets_others_through(bench: Bench) -> None:
     bench.worker.submit(fetch(9))
     bench.store.gate.open()
     kinds = [type(bench.answers.take()) for _ in range(2)]
-    assert set(kinds) == {Fetched, Kept}, "those who wait look until their time is over"
+    assert set(kinds) == {Fetched, Kept}, "waiting look-ups are not answered early"
     assert {key(i) for i in range(4)} <= set(looked)
     bench.fill(*range(4))
     bench.clock.advance(0.2)
@@ -153,7 +153,7 @@ def test_who_waits_for_blocks_to_come_lets_others_through(bench: Bench) -> None:
         assert bench.answers.take() == LookedUp(0, f"late {i}", [True], i)
 
 
-def test_a_long_fetch_lets_look_ups_through(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_fetch_lets_look_ups_through(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FETCH_BYTES", 2 * BLOCK_BYTES[0])
     bench.fill(*range(6))
     bench.hold(fetch(*range(6)))
@@ -164,7 +164,7 @@ def test_a_long_fetch_lets_look_ups_through(bench: Bench, monkeypatch: pytest.Mo
     assert bench.store.calls == ["get", "get", "find", *["get"] * 4]
 
 
-def test_keeps_beyond_the_limit_are_refused_at_once(
+def test_keeps_beyond_the_limit_fail_without_waiting(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_KEEP_BYTES", 3 * BLOCK_BYTES[0])
@@ -175,14 +175,14 @@ def test_keeps_beyond_the_limit_are_refused_at_once(
     bench.store.gate.open()
     assert {bench.answers.take().ticket for _ in range(2)} == {1, 2}
     assert bench.do(keep(4, 5, 6, ticket=4)).ok == [True] * 3
-    # One that is larger than the limit is carried out if nothing else waits.
+    # A keep larger than the limit runs if nothing else waits.
     assert bench.do(keep(0, 1, 2, 3, 4, 5, 6, 7, ticket=5)).ok == [True] * 8
 
 
 # ---- a store that hangs ------------------------------------------------------------------------
 
 
-def test_a_look_up_that_hangs_is_a_miss_and_so_is_all_else_till_it_returns(bench: Bench) -> None:
+def test_hanging_store_gives_misses_until_its_call_returns(bench: Bench) -> None:
     bench.fill(1)
     assert bench.worker.next_s is None
     bench.hold(look_up(1))
@@ -198,22 +198,22 @@ def test_a_look_up_that_hangs_is_a_miss_and_so_is_all_else_till_it_returns(bench
     assert bench.do(keep(1)) == Kept(0, 1, [False], 0, 0.0)
     assert bench.store.calls == ["find"]
     bench.store.gate.open()
-    for _ in range(100_000):  # until the store's thread has come back
+    for _ in range(100_000):  # until the call has returned
         if bench.do(look_up(1)).found == [True]:
             break
     else:
-        pytest.fail("the store is never asked again")
+        pytest.fail("the store is never called again")
     assert bench.answers.is_empty  # nothing was answered twice
 
 
-def test_blocks_of_a_late_fetch_are_not_written(bench: Bench) -> None:
-    """The first was written in time and counts; the host blocks of the rest are others' by now."""
+def test_late_fetch_writes_no_more_blocks(bench: Bench) -> None:
+    """The first block was written in time. The other host blocks may have new owners by then."""
     bench.fill(1, 2, 3)
     bench.memory.blocks = {(0, i): b"mine" for i in range(4)}
     came_second = threading.Event()
     calls = iter([None, bench.store.gate.shut])
 
-    def second() -> None:  # as the second value is asked for
+    def second() -> None:  # as the worker reads the second value
         shut = next(calls, None)
         if shut is not None:
             shut()
@@ -234,7 +234,7 @@ def test_blocks_of_a_late_fetch_are_not_written(bench: Bench) -> None:
     assert bench.answers.is_empty
 
 
-def test_who_is_writing_a_block_is_not_waited_for_and_not_interrupted(bench: Bench) -> None:
+def test_expire_neither_waits_for_nor_interrupts_a_block_write(bench: Bench) -> None:
     bench.fill(1)
     bench.memory.gate.shut()
     bench.worker.submit(fetch(1))
@@ -247,7 +247,7 @@ def test_who_is_writing_a_block_is_not_waited_for_and_not_interrupted(bench: Ben
     assert bench.answers.is_empty
 
 
-def test_what_waits_behind_a_hanging_call_expires_too(bench: Bench) -> None:
+def test_orders_queued_behind_a_hanging_call_expire_too(bench: Bench) -> None:
     bench.fill(1)
     bench.hold(fetch(1, ticket=1))
     bench.worker.submit(fetch(1, ticket=2))
@@ -270,7 +270,7 @@ def test_what_waits_behind_a_hanging_call_expires_too(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "error", [OSError(5, "no"), StoreError("no"), KeyError("no"), SystemExit()]
 )
-def test_whatever_a_store_raises_is_a_miss_and_told_once(
+def test_exceptions_of_a_store_are_misses_with_one_warning(
     bench: Bench, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -286,7 +286,7 @@ def test_whatever_a_store_raises_is_a_miss_and_told_once(
             assert flags and not any(flags)
     [record] = caplog.records
     assert "DictStore failed" in record.message and type(error).__name__ in record.message
-    # After three failures it is left alone for a while.
+    # After three failures the store is not called for a while.
     calls = list(bench.store.calls)
     bench.store.raises = lambda: None
     assert bench.do(look_up(1)).found == [False]
@@ -295,7 +295,7 @@ def test_whatever_a_store_raises_is_a_miss_and_told_once(
     assert bench.do(look_up(1)).found == [True]
 
 
-def test_a_failure_in_the_middle_of_a_fetch_leaves_the_first_blocks(bench: Bench) -> None:
+def test_failure_during_a_fetch_keeps_the_first_blocks(bench: Bench) -> None:
     bench.fill(1, 2, 3)
     steps = iter([None, OSError("gone")])
 
@@ -325,7 +325,7 @@ def broken(**methods: Callable[..., object]) -> DictStore:
         broken(find=lambda keys: [], get=lambda keys: [b""] * 9, put=lambda key, parts: None),
     ],
 )
-def test_a_store_that_answers_nonsense(store: DictStore) -> None:
+def test_invalid_results_of_a_store_are_misses(store: DictStore) -> None:
     memory, answers = Memory(), Answers()
     worker = StoreWorker(store, FINGERPRINT, memory, answers.give, answers.ring)
     for order in (look_up(1, 2), fetch(1, 2), keep(1, 2)):
@@ -337,7 +337,7 @@ def test_a_store_that_answers_nonsense(store: DictStore) -> None:
     assert not memory.writes
 
 
-def test_a_damaged_value_is_missing_until_it_was_written_again(
+def test_damaged_value_is_a_miss_until_it_is_written_again(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.fill(1, 2)
@@ -357,8 +357,8 @@ def test_a_damaged_value_is_missing_until_it_was_written_again(
     assert bench.store.values[key(1)] == sealed(1)
 
 
-def test_a_value_that_cannot_be_read_is_missing_until_it_was_written_again(bench: Bench) -> None:
-    """Such as a file of another user."""
+def test_unreadable_value_is_a_miss_until_it_is_written_again(bench: Bench) -> None:
+    """For example, a file of another user."""
     bench.fill(1)
     bench.store.get = lambda keys: iter([None])  # type: ignore[method-assign]
     assert bench.do(look_up(1)).found == [True]
@@ -371,7 +371,7 @@ def test_a_value_that_cannot_be_read_is_missing_until_it_was_written_again(bench
 # ---- removing ----------------------------------------------------------------------------------
 
 
-def test_removing_comes_before_all_that_waits_and_undoes_what_was_to_be_kept(bench: Bench) -> None:
+def test_remove_overtakes_queued_orders_and_cancels_their_keeps(bench: Bench) -> None:
     bench.fill(1, 2)
     bench.hold(keep(3, 4, 5, ticket=1))  # at find, before the first block
     for order in (
@@ -391,12 +391,12 @@ def test_removing_comes_before_all_that_waits_and_undoes_what_was_to_be_kept(ben
         [False, True],
     ]
     assert sorted(bench.store.values) == sorted(key(i) for i in (2, 3, 5, 6))
-    # What was computed anew is kept like anything else.
+    # Recomputed blocks are kept as usual.
     assert bench.do(keep(1, 4, ticket=5)).ok == [True, True]
     assert bench.do(look_up(1, 4)).found == [True, True]
 
 
-def test_what_a_store_cannot_remove_is_missing_until_it_was_put_anew(
+def test_failed_removal_hides_the_block_until_it_is_put_again(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -409,9 +409,9 @@ def test_what_a_store_cannot_remove_is_missing_until_it_was_put_anew(
     assert "read-only" in caplog.text
     bench.store.raises = lambda: None
     assert bench.do(look_up(1, 2)).found == [False, True]
-    assert bench.do(keep(1)).ok == [True]  # over what is there
+    assert bench.do(keep(1)).ok == [True]  # overwrites the old value
     assert bench.do(look_up(1, 2)).found == [True, True]
-    # Also in a quiet time, when the store is not asked at all.
+    # Also in the quiet time, when the store is not called at all.
     bench.store.raises = fail
     for _ in range(MAX_FAILURES):
         bench.do(look_up(5))
@@ -423,7 +423,7 @@ def test_what_a_store_cannot_remove_is_missing_until_it_was_put_anew(
     assert bench.do(look_up(1, 2)).found == [True, False]
 
 
-def test_removing_waits_for_a_store_that_is_stuck(bench: Bench) -> None:
+def test_removal_is_done_after_a_stuck_store_recovers(bench: Bench) -> None:
     bench.fill(1)
     bench.hold(look_up(2))
     bench.clock.advance(STUCK_S + 0.1)
@@ -431,7 +431,7 @@ def test_removing_waits_for_a_store_that_is_stuck(bench: Bench) -> None:
     assert bench.answers.take().found == [False]
     bench.worker.submit(remove(1))
     assert bench.answers.is_empty
-    bench.pass_s(WAIT_S[module.Remove])  # who orders it is told, and it is done all the same
+    bench.pass_s(WAIT_S[module.Remove])  # the removal fails, and is done later all the same
     assert [bench.answers.take() for _ in range(2)] == [
         Removed(0, 1, [False]),
         LookedUp(0, "r", [False]),
@@ -445,7 +445,7 @@ def test_removing_waits_for_a_store_that_is_stuck(bench: Bench) -> None:
 # ---- the end -----------------------------------------------------------------------------------
 
 
-def test_close_keeps_what_waits(bench: Bench) -> None:
+def test_close_carries_out_queued_keeps_and_removals(bench: Bench) -> None:
     bench.fill(8, 9)
     bench.hold(keep(1, ticket=1))
     for order in (keep(2, 3, ticket=2), fetch(9, ticket=3), look_up(9), remove(8, ticket=4)):
@@ -453,7 +453,7 @@ def test_close_keeps_what_waits(bench: Bench) -> None:
     closer = threading.Thread(target=bench.worker.close, args=(PATIENCE_S,))
     closer.start()
     missing = [bench.answers.take() for _ in range(2)]
-    bench.store.gate.open()  # after they were answered, so that they cannot be done
+    bench.store.gate.open()  # after the misses, so that these cannot be carried out
     closer.join(PATIENCE_S)
     first, removed, second = (bench.answers.take() for _ in range(3))
     assert removed == Removed(0, 4, [True]) and key(8) not in bench.store.values
@@ -463,11 +463,11 @@ def test_close_keeps_what_waits(bench: Bench) -> None:
     }
     assert [first.ok, second.ok] == [[True], [True, True]]
     assert bench.store.is_closed.is_set()
-    assert bench.do(look_up(9)).found == [False]  # also afterwards everybody is answered
+    assert bench.do(look_up(9)).found == [False]  # orders after the close are answered, too
     bench.worker.close(PATIENCE_S)
 
 
-def test_close_does_not_wait_for_a_store_that_hangs(bench: Bench) -> None:
+def test_close_does_not_wait_for_a_hanging_store(bench: Bench) -> None:
     bench.hold(keep(1, 2))
     bench.worker.submit(keep(3, ticket=2))
     bench.worker.close(0.0)
@@ -478,7 +478,7 @@ def test_close_does_not_wait_for_a_store_that_hangs(bench: Bench) -> None:
     assert bench.store.calls == ["find"]
 
 
-def test_a_worker_that_nobody_holds_ends() -> None:
+def test_unreferenced_worker_ends() -> None:
     bench = Bench()
     store = bench.store
     del bench
@@ -486,8 +486,8 @@ def test_a_worker_that_nobody_holds_ends() -> None:
     assert store.is_closed.wait(PATIENCE_S)
 
 
-def test_a_worker_may_be_collected_on_its_own_thread_in_the_middle_of_a_block() -> None:
-    """The garbage collector runs anywhere, also where the thread holds a job's lock."""
+def test_worker_may_be_collected_on_its_own_thread_during_a_write() -> None:
+    """The garbage collector may run while the thread holds a job's lock."""
     bench = Bench()
     store, memory, held = bench.store, bench.memory, [bench.worker]
     del bench.worker
@@ -503,7 +503,7 @@ def test_a_worker_may_be_collected_on_its_own_thread_in_the_middle_of_a_block() 
     assert not held
 
 
-def test_a_forked_child_gets_misses_and_leaves_the_parent_alone(bench: Bench) -> None:
+def test_forked_child_gets_misses_and_does_not_affect_the_parent(bench: Bench) -> None:
     bench.fill(1)
     child = os.fork()
     if child == 0:
@@ -519,11 +519,11 @@ def test_a_forked_child_gets_misses_and_leaves_the_parent_alone(bench: Bench) ->
     assert bench.do(look_up(1)).found == [True]
 
 
-# ---- everything at once ------------------------------------------------------------------------
+# ---- random orders -----------------------------------------------------------------------------
 
 
 class Moody(DictStore):
-    """Fails, lies and loses by chance, on the store's thread."""
+    """A store that fails, damages values and drops them at random."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -542,11 +542,11 @@ class Moody(DictStore):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_order_is_answered_once_and_ok_means_the_right_bytes(
+def test_each_order_gets_one_answer_and_ok_means_exact_bytes(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Host blocks are given to the next fetch as soon as the one before was answered; the clock
-    runs ahead by chance, so that fetches expire while they are read."""
+    """The next fetch reuses the host blocks as soon as the last one is answered. The clock jumps
+    at random, so that fetches expire during their reads."""
     monkeypatch.setattr(module, "MAX_FAILURES", 10**9)
     monkeypatch.setattr(module, "STUCK_S", 10.0**9)
     random, clock, memory, answers = np.random.default_rng(seed), FakeClock(), Memory(), Answers()

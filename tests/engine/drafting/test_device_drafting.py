@@ -48,7 +48,7 @@ OBSERVE = StepTimes.observe
 
 @pytest.fixture(autouse=True)
 def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that may be guessed is guessed, however fast the machine is."""
+    """Measure no steps, so that every step gets drafts, whatever the speed of the machine."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
 
 
@@ -61,22 +61,23 @@ def engine(depth: int, method: Any = NGRAM, **settings: Any) -> LLM:
 
 
 class Plans:
-    """What plans an engine makes."""
+    """Counts an engine's plans. num_guessing: plans for which the device drafts. num_behind: plans
+    with a row that has drafts in an earlier plan in flight."""
 
     def __init__(self, llm: LLM) -> None:
         self.num_guessing = self.num_behind = self.num = 0
-        self._flown: dict[int, set[int]] = {}  # rows that try guesses, of plans in flight
+        self._flown: dict[int, set[int]] = {}  # rows with drafts, by step in flight
         llm.engine.client.core.subscribe(self.note)
 
     def note(self, event: Event) -> None:
-        """Doors tell in the order in which they were called."""
+        """Count a plan. Events come in the order of the calls of the doors."""
         if isinstance(event, Stepped):
             self._flown.pop(event.step_id)
         elif isinstance(event, Planned) and event.plan is not None:
             self.num += 1
             self.num_guessing += event.plan.is_guessing
             rows = set(event.plan.rows.tolist())
-            self.num_behind += any(not rows.isdisjoint(tried) for tried in self._flown.values())
+            self.num_behind += any(not rows.isdisjoint(drafted) for drafted in self._flown.values())
             self._flown[event.step_id] = {draft.row for draft in event.plan.drafts}
 
 
@@ -115,7 +116,7 @@ def plain_answers(kind: str) -> list[Any]:
         pytest.param("two ranks", 3, marks=pytest.mark.slow),
     ],
 )
-def test_no_answer_changes(kind: str, depth: int) -> None:
+def test_device_drafts_do_not_change_answers(kind: str, depth: int) -> None:
     plain = plain_answers(kind)
     with engine(depth, **SETTINGS[kind]) as llm:
         assert isinstance(drafter_of(llm.engine.client.core), DeviceDrafting)
@@ -125,8 +126,8 @@ def test_no_answer_changes(kind: str, depth: int) -> None:
 
 
 @pytest.mark.slow
-def test_no_answer_changes_by_torchs_operations() -> None:
-    """Whose attention pads rows by what the host knows of them: tokens are the same."""
+def test_device_drafts_do_not_change_tokens_with_torch() -> None:
+    """Log-probabilities may differ: its attention pads rows to lengths that the host knows."""
     torch_only = {"attention_backend": "torch"}
     with engine(1, {"method": "none"}, **torch_only) as llm:
         plain = answers(llm)
@@ -145,9 +146,9 @@ def test_repeated_text_takes_fewer_steps() -> None:
     assert plans.num < 30
 
 
-def test_a_grammar_is_still_the_hosts_matter() -> None:
-    """Its forced tokens are guessed between plans; other rows go on, and after it the device does
-    the guessing again."""
+def test_host_drafts_the_forced_tokens_of_a_grammar() -> None:
+    """The host drafts them between plans, while other rows continue. Afterwards the device drafts
+    again."""
     forced = SamplingParams(temperature=0.0, max_tokens=30)
     forced.structured_outputs = StructuredOutputsParams(choice=["the little fox ran home again"])
     params = [PARAMS[0], PARAMS[1], forced]
@@ -168,8 +169,8 @@ def test_a_grammar_is_still_the_hosts_matter() -> None:
 
 
 @pytest.mark.parametrize("keeps_tokens", slow_but((False, True), True))
-def test_a_replay_needs_nobody_who_guesses(tmp_path: Path, keeps_tokens: bool) -> None:
-    """The recording says where the device guessed, and what came of it; a model guesses anew."""
+def test_replay_needs_no_drafter(tmp_path: Path, keeps_tokens: bool) -> None:
+    """The recording has the device's drafts and results. A replay with a model drafts again."""
     settings = {"record": str(tmp_path), "record_tokens": keeps_tokens, "max_num_seqs": 5}
     with engine(3, kv_cache_memory_bytes=1 << 20, **settings) as llm:
         plans = Plans(llm)
@@ -183,8 +184,8 @@ def test_a_replay_needs_nobody_who_guesses(tmp_path: Path, keeps_tokens: bool) -
         assert "sampled tokens are identical" in outcome.notes[-1]
 
 
-def test_what_the_device_guesses_in_vain_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With times that say that guesses cost much, and are wrong, steps are soon plain ones."""
+def test_unprofitable_device_drafts_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated times make drafts expensive, so most steps are soon plain."""
     monkeypatch.setattr(StepTimes, "observe", lambda times, num, _: OBSERVE(times, num, num))
     with engine(2) as llm:
         plans = Plans(llm)

@@ -28,15 +28,15 @@ def times_of(**seconds: float) -> StepTimes:
     return times
 
 
-def test_steps_between_two_sizes_lie_between_their_times() -> None:
+def test_times_between_two_sizes_are_interpolated() -> None:
     times = times_of(t1=1.0, t4=4.0)
     assert times.seconds(3) == pytest.approx(3.0)
     assert times.seconds(4) == 4.0
-    assert times.seconds(FREE_TOKENS) == 4.0, "what was never tried is to be tried"
+    assert times.seconds(FREE_TOKENS) == 4.0, "untried sizes seem free, so that they are tried"
     assert StepTimes().seconds(1) is None
 
 
-def test_sizes_that_are_much_larger_take_longer() -> None:
+def test_times_of_much_larger_sizes_are_extrapolated() -> None:
     """Otherwise one trial could take as long as many steps."""
     times = times_of(t1=1.0, t64=4.0)
     assert times.seconds(128) == 4.0
@@ -46,7 +46,7 @@ def test_sizes_that_are_much_larger_take_longer() -> None:
     assert sum(lengths([24] * 64, [0.5] * 64, 0, times)) <= 64
 
 
-def test_sizes_that_no_draft_has_reached_are_tried_as_far_as_plain_steps_allow() -> None:
+def test_verify_times_of_unseen_sizes_follow_plain_steps() -> None:
     """Drafts were verified with one row, and there are 64 now, on a device with cheap tokens."""
     plain, verified = times_of(t1=1.0, t64=1.0), times_of(t6=1.1)
     found = verified.verify_seconds(plain, np.array([2, 6, 64, 128, 256]))
@@ -54,15 +54,15 @@ def test_sizes_that_no_draft_has_reached_are_tried_as_far_as_plain_steps_allow()
     assert sum(lengths([4] * 64, [0.7] * 64, 0, plain, verified=verified)) == 64
 
 
-def test_times_follow_what_is_seen() -> None:
+def test_times_follow_the_measurements() -> None:
     times = times_of(t2=1.0)
     for _ in range(60):
         times.observe(2, 3.0)
     assert times.seconds(2) == pytest.approx(3.0, rel=0.01)
 
 
-def test_what_was_seen_long_ago_is_tried_again() -> None:
-    """One slow step, while somebody else had the processor, is not believed for ever."""
+def test_old_measurements_of_other_sizes_are_dropped() -> None:
+    """One slow step, while another process had the CPU, does not count forever."""
     times = times_of(t8=100.0)
     for _ in range(FORGOTTEN):
         times.observe(1, 1.0)
@@ -71,35 +71,35 @@ def test_what_was_seen_long_ago_is_tried_again() -> None:
     assert times.seconds(8) == 1.0
 
 
-def test_where_tokens_are_free_all_are_tried() -> None:
+def test_all_draft_tokens_are_verified_if_tokens_are_free() -> None:
     times = times_of(t1=1.0, t64=1.0)
     assert lengths([4, 2, 0], [0.5, 0.9, 0.9], 1, times) == [4, 2, 0]
 
 
-def test_where_each_token_costs_as_much_none_are() -> None:
+def test_no_draft_tokens_are_verified_at_full_cost_per_token() -> None:
     times = times_of(t1=1.0, t64=64.0)
     assert lengths([4, 4], [0.6, 0.9], 0, times) == [0, 0]
 
 
-def test_those_that_are_likely_come_first() -> None:
-    """Four tokens cost as two, eight as much as eight."""
+def test_likely_draft_tokens_come_first() -> None:
+    """Four tokens cost as much as two, and eight cost four times as much."""
     times = times_of(t2=2.0, t4=2.0, t8=8.0)
     assert lengths([4, 4], [0.9, 0.3], 0, times) == [2, 0]
 
 
-def test_a_run_may_pay_though_its_first_guess_does_not() -> None:
-    """Two tokens cost half as much again, and so do six."""
+def test_long_draft_may_pay_off_where_its_first_token_does_not() -> None:
+    """Two tokens cost 70 % more than one, and six cost 75 % more."""
     times = times_of(t1=1.0, t2=1.7, t6=1.75)
     assert lengths([5], [0.7], 0, times) == [5]
     assert lengths([1], [0.75], 0, times) == [1]
     assert lengths([1], [0.6], 0, times) == [0]
 
 
-def test_nothing_is_known_at_first() -> None:
+def test_whole_drafts_are_verified_before_any_measurement() -> None:
     assert lengths([3, 1], [0.1, 0.1], 0, StepTimes()) == [3, 1]
 
 
-def test_a_chance_follows_what_was_put_to_the_test() -> None:
+def test_chance_follows_the_acceptance_of_drafts() -> None:
     right, wrong, half = Chance(), Chance(), Chance()
     for _ in range(60):
         right.observe(4, 4)
@@ -111,11 +111,11 @@ def test_a_chance_follows_what_was_put_to_the_test() -> None:
     assert 0.4 < half.value < 0.6
     for _ in range(1000):
         wrong.hope()
-    assert wrong.value == FIRST_CHANCE, "it is tried again"
+    assert wrong.value == FIRST_CHANCE, "the chance recovers, so that drafts are tried again"
 
 
-def test_what_guessing_takes_counts() -> None:
-    """Guesses that are always right are not worth it where making them takes as long as a step."""
+def test_time_to_make_drafts_counts_as_a_cost() -> None:
+    """Drafts that are always right do not pay off if making them takes as long as a step."""
     times = StepTimes()
     times.observe(1, 1.0)
     times.observe(8, 1.0)
@@ -125,16 +125,16 @@ def test_what_guessing_takes_counts() -> None:
     assert lengths([4, 4], [0.9, 0.1], 0, times, lambda num: 0.3 * num)[1] <= 1
 
 
-def test_the_first_guess_pays_for_the_step_that_tries_it() -> None:
-    """A step that tries any takes half as much again."""
+def test_first_draft_token_pays_for_the_slower_step() -> None:
+    """A step with draft tokens takes 50 % longer."""
     times, verified = times_of(t1=1.0, t64=1.0), times_of(t2=1.5, t8=1.5)
     assert lengths([1], [0.4], 0, times, verified=verified) == [0]
     assert lengths([1], [0.6], 0, times, verified=verified) == [1]
     assert lengths([4], [0.4], 0, times, verified=verified) == [3]
 
 
-def test_steps_beyond_the_token_budget_are_not_tried() -> None:
-    """They would be cut to the budget, so their times would stay unknown."""
+def test_drafts_stay_within_the_token_budget() -> None:
+    """Larger steps would be cut to the budget, so their times would stay unknown."""
     plain, verified = times_of(t64=8.0), times_of(t256=60.0)
     drafts, chances = [8] * 64, [0.9] * 64
     assert sum(lengths(drafts, chances, 0, plain, verified=verified)) > 256 - 64
@@ -143,7 +143,7 @@ def test_steps_beyond_the_token_budget_are_not_tried() -> None:
     assert sum(lengths(drafts, chances, 0, free, max_tokens=256)) == 256 - 64
 
 
-def test_what_no_step_has_tried_for_long_is_tried_again() -> None:
+def test_measurements_are_dropped_after_many_steps_without_drafts() -> None:
     verified = times_of(t8=100.0)
     for _ in range(FORGOTTEN + 1):
         assert verified.seconds(8) == 100.0
@@ -151,22 +151,22 @@ def test_what_no_step_has_tried_for_long_is_tried_again() -> None:
     assert verified.seconds(8) is None
 
 
-def test_forced_tokens_are_certain_and_those_after_them_are_as_likely_as_without() -> None:
+def test_lengths_use_the_chance_of_each_token() -> None:
     times = times_of(t1=1.0, t4=1.3, t8=2.0)
     assert lengths([3], [[1.0, 1.0, 1.0]], 0, times) == [3]
     assert lengths([7], [[1.0, 1.0, 1.0, 0.1, 1.0, 1.0, 1.0]], 0, times) == [3]
     assert lengths([7], [[1.0, 1.0, 0.9, 1.0, 1.0, 1.0, 1.0]], 0, times) == [7]
 
 
-def test_a_gain_that_is_within_the_noise_is_none() -> None:
+def test_gain_below_min_gain_is_ignored() -> None:
     """Two tokens for slightly less than twice the time."""
     assert lengths([1], [1.0], 0, times_of(t1=1.0, t2=2.0 / MIN_GAIN + 0.01)) == [0]
     assert lengths([1], [1.0], 0, times_of(t1=1.0, t2=2.0 / MIN_GAIN - 0.01)) == [1]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_other_lengths_are_faster(seed: int) -> None:
-    """All lengths of three rows are tried. Costs rise with the size, so the best path is best."""
+def test_chosen_lengths_are_the_fastest(seed: int) -> None:
+    """Compared with all lengths of three rows. Costs grow with the size of the step."""
     choose = random.Random(seed)
     times, verified = StepTimes(), StepTimes()
     costs = sorted(choose.uniform(1.0, 2.0) for _ in range(3))
@@ -191,8 +191,8 @@ def test_no_other_lengths_are_faster(seed: int) -> None:
     assert rate(found) == pytest.approx(least)
 
 
-def test_a_choice_for_many_rows_takes_few_milliseconds() -> None:
-    """By the CPU time of the best of some: a step of so many rows takes tens of them."""
+def test_choice_for_many_rows_takes_few_milliseconds() -> None:
+    """By the CPU time of the best of five. Such a step takes tens of milliseconds."""
     times = times_of(t256=0.02, t1024=0.08)
     best = 1.0
     for _ in range(5):
@@ -202,7 +202,7 @@ def test_a_choice_for_many_rows_takes_few_milliseconds() -> None:
     assert best < 0.005
 
 
-def test_a_size_is_known_once_it_was_seen_twice() -> None:
+def test_size_is_known_after_two_measurements() -> None:
     times = StepTimes()
     for is_known in (False, False, True):
         assert times.is_known(5) == is_known

@@ -1,5 +1,5 @@
-"""The engine's side of drafting: which sequences get draft tokens, their results, and the dropped
-state."""
+"""The engine's side of drafting: which sequences get draft tokens, what they gain, and when their
+state is dropped."""
 
 import itertools
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.support.engine.attachments import drafter_of
 
 @pytest.fixture(autouse=True)
 def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is guessed does not depend on how fast the machine is: nothing is known of that."""
+    """Measure no steps, so that drafts do not depend on the speed of the machine."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
 
 
@@ -56,7 +56,7 @@ def engine(**settings: object) -> LLM:
 
 @pytest.mark.parametrize("method", [SETTINGS, {"method": "suffix", "num_speculative_tokens": 4}])
 def test_repeated_text_takes_fewer_steps(method: dict[str, object]) -> None:
-    """A bias makes the answer certain: the same token over and over."""
+    """Only one token is allowed, so the answer repeats it."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[40])
     with engine(speculative_config=method) as llm:
         steps = steps_of(llm)
@@ -66,8 +66,8 @@ def test_repeated_text_takes_fewer_steps(method: dict[str, object]) -> None:
     assert len(steps) < 30
 
 
-def test_an_answer_that_was_given_before() -> None:
-    """The second one takes a part of the steps, if tenant and salt are the same."""
+def test_repeated_answer_takes_fewer_steps() -> None:
+    """Only if the salt is the same."""
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
     suffix = {"method": "suffix", "num_speculative_tokens": 8}
     with engine(speculative_config=suffix) as llm:
@@ -82,7 +82,7 @@ def test_an_answer_that_was_given_before() -> None:
     assert nums[2] < 10 < 30 < nums[1], nums
 
 
-def test_a_wrong_guess_costs_no_token() -> None:
+def test_rejected_drafts_cost_no_tokens() -> None:
     params = SamplingParams(temperature=2.0, seed=1, max_tokens=60, ignore_eos=True)
     with engine() as llm:
         steps = steps_of(llm)
@@ -91,8 +91,8 @@ def test_a_wrong_guess_costs_no_token() -> None:
     assert sum(step.num_draft_tokens for step in steps) > sum(step.num_accepted for step in steps)
 
 
-def test_guesses_stay_within_the_limit() -> None:
-    """The last token is never one too many, and no guess is behind it."""
+def test_drafts_stay_within_max_tokens() -> None:
+    """No draft goes beyond the last token."""
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, allowed_token_ids=[40])
     with engine() as llm:
         plans: list[Planned] = []
@@ -104,7 +104,7 @@ def test_guesses_stay_within_the_limit() -> None:
     assert all(len(draft.token_ids) <= 1 for draft in drafts)
 
 
-def test_who_has_ended_is_forgotten() -> None:
+def test_state_of_ended_sequences_is_dropped() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2)
     with engine(max_num_seqs=4) as llm:
         llm.generate([f"{i} {TEXT}" for i in range(60)], params, use_tqdm=False)
@@ -113,9 +113,9 @@ def test_who_has_ended_is_forgotten() -> None:
         assert len(drafting._of) <= 4 + 4
 
 
-def test_who_cannot_be_guessed_for_rests() -> None:
-    """Where nothing ever stands twice the sequence is looked at less and less often."""
-    asked = []
+def test_sequence_without_repetitions_is_rarely_looked_up() -> None:
+    """No token occurs twice, so the sequence is looked up less and less often."""
+    num_looked_up = []
     with engine() as llm:
         core = llm.engine.client.core
         drafting = drafter_of(core)
@@ -123,16 +123,16 @@ def test_who_cannot_be_guessed_for_rests() -> None:
         propose = drafting.propose
 
         def noted(sequences: list[Sequence], num_running: int) -> list[Draft]:
-            asked.append(len(sequences))
+            num_looked_up.append(len(sequences))
             return propose(sequences, num_running)
 
         drafting.propose = noted  # type: ignore[method-assign]
         params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
         params.allowed_token_ids = list(range(40, 80))
         params.logit_bias = dict.fromkeys(params.allowed_token_ids, 90.0)
-        params.repetition_penalty = 50.0  # so each comes once
+        params.repetition_penalty = 50.0  # so each token comes once
         llm.generate([{"prompt_token_ids": [7]}], params, use_tqdm=False)
-    assert sum(asked) <= 16
+    assert sum(num_looked_up) <= 16
 
 
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
@@ -141,10 +141,8 @@ SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
 @pytest.mark.parametrize(
     ("depth", "method"), [(1, SETTINGS), (1, SUFFIX), (2, SUFFIX), (3, SUFFIX)]
 )
-def test_plans_follow_each_other_until_there_is_something_to_guess(
-    depth: int, method: dict[str, object]
-) -> None:
-    """The host's guesses are tried at any depth, and no plan is behind one that tries them."""
+def test_plans_overlap_unless_the_host_has_drafts(depth: int, method: dict[str, object]) -> None:
+    """Drafts of the host are verified at any depth, in plans that overlap with no other."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     again = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[40])
     with engine(pipeline_depth=depth, speculative_config=method) as llm:
@@ -166,14 +164,14 @@ def test_plans_follow_each_other_until_there_is_something_to_guess(
     assert max(num for num, _ in in_flight) == depth - 1
 
 
-def test_a_steps_time_is_its_own_also_behind_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes a second by this clock; many of them are not looked at, nothing being guessed."""
+def test_step_time_excludes_a_rest_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes a second by this clock. Steps of a rest are not measured."""
     now_s, seen = [0.0], list[float]()
     carried_out = Drafting.observe
 
-    def observe(guesses: Drafting, plan: Plan, result: StepResult) -> None:
+    def observe(instance: Drafting, plan: Plan, result: StepResult) -> None:
         now_s[0] += 1.0
-        carried_out(guesses, plan, result)
+        carried_out(instance, plan, result)
 
     monkeypatch.setattr(Drafting, "observe", observe)
     monkeypatch.setattr(StepTimes, "observe", lambda _times, _num, seconds: seen.append(seconds))
@@ -185,10 +183,10 @@ def test_a_steps_time_is_its_own_also_behind_a_rest(monkeypatch: pytest.MonkeyPa
     assert set(seen) == {1.0}
 
 
-def test_drafts_that_do_not_pay_off_are_made_less_and_less_often(
+def test_unprofitable_drafts_become_rarer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The more so, the longer they do not. Once they do, each step gets some."""
+    """The gaps grow while drafts do not pay off. Once they pay off, drafts are frequent again."""
     params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, allowed_token_ids=[40])
     choose = drafting.lengths
     with engine() as llm:
@@ -211,7 +209,7 @@ def test_drafts_that_do_not_pay_off_are_made_less_and_less_often(
         assert len(steps) < 50
 
 
-def test_failed_look_ups_are_rare_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_failed_look_ups_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look-up takes 1 ms by this clock."""
     now_s = [0.0]
 
@@ -232,20 +230,20 @@ def test_failed_look_ups_are_rare_where_they_take_long(monkeypatch: pytest.Monke
 
 
 def test_a_plain_step_is_measured_before_drafts_are_weighed() -> None:
-    """Steps with drafts have a time, and steps without have none of this size."""
+    """The time of steps with drafts is known, and that of plain steps is not."""
     made = Drafting(Speculation("suffix", 4), Mock(num_followed=0), 4)
     made._verified.seconds = lambda _: 1.0  # type: ignore[method-assign]
     sequence = Mock(limit=40, num_known_tokens=8, num_prompt_tokens=8)
     sequence.known_tokens = np.arange(8, dtype=np.int32)
     assert made.propose([sequence], 1) == []
-    assert not made._of, "no sequence was looked at"
+    assert not made._of, "no sequence was looked up"
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_steps_without_drafts_run_on_arrays(
+def test_steps_without_drafts_run_without_torch(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those with drafts run with torch, over the same rows."""
+    """Steps with drafts run with torch, over the same rows."""
     launched, plain, any_step = list[str](), WarmRunner.launch, ModelRunner.launch
     monkeypatch.setattr(
         WarmRunner, "launch", lambda *given: launched.append("plain") or plain(*given)

@@ -45,8 +45,8 @@ def engine(head: Path | None, **settings: Any) -> LLM:
 
 
 @pytest.fixture(autouse=True)
-def _always_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long steps take is not looked at."""
+def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure no steps, so that every step gets drafts."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
 
 
@@ -58,7 +58,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafts_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
-    """Return the list that guesses come into."""
+    """Return a list that collects all later drafts."""
     core, found = llm.engine.client.core, list[Draft]()
     control = core.control
 
@@ -88,10 +88,10 @@ def run(llm: LLM) -> list[RequestOutput]:
     ids=["whole", "chunks", "short"],
 )
 @torch.inference_mode()
-def test_guesses_are_those_of_the_definition(
+def test_drafts_match_the_definition(
     settings: dict[str, Any], head: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the second time, when prompts are found in the prefix cache."""
+    """Also in the second run, where prompts are prefix hits."""
     with engine(head, **settings) as llm:
         drafts = drafts_of(llm, monkeypatch)
         outputs = run(llm) + run(llm)
@@ -113,7 +113,7 @@ def test_guesses_are_those_of_the_definition(
     }
     for draft in drafts[:: len(drafts) // 10]:
         reads = DEMO_SHAPE.reads or ()
-        # The last one is normed there.
+        # The library returns the last state after its norm.
         hidden = [*states[draft.request_id][:6], _last_state(model, tokens_of[draft.request_id])]
         read_TF = torch.cat([hidden[i][0] for i in reads], -1)[: draft.num_known - 1]
         known = tokens_of[draft.request_id][: draft.num_known]
@@ -139,8 +139,8 @@ def _last_state(model: Any, tokens: list[int]) -> torch.Tensor:
     ],
     ids=lambda how: next(iter(how.values())),
 )
-def test_answers_stay_what_they_are(how: dict[str, Any], head: Path) -> None:
-    """To the bit, with tokens that were sampled and several answers to a prompt."""
+def test_head_does_not_change_answers(how: dict[str, Any], head: Path) -> None:
+    """Bit for bit, with sampled tokens and two answers to each prompt."""
     params = SamplingParams(
         temperature=0.8, seed=5, n=2, max_tokens=50, ignore_eos=True, logprobs=2
     )
@@ -168,7 +168,7 @@ def test_fit_counts_the_head(head: Path) -> None:
     for speculation in (None, json.dumps(method)):
         config = config_from_flat(model="demo", speculative_config=speculation)
         found.append(fit(config, resolve_model("demo"), Device("a CPU", "cpu", 4 << 30)))
-    plain, guessing = found
+    plain, drafting = found
     num = sum(math.prod(each.shape) for each in head_weights(DEMO_SHAPE).values())
-    more = sum(w.num_bytes for w in guessing.weights) - sum(w.num_bytes for w in plain.weights)
+    more = sum(w.num_bytes for w in drafting.weights) - sum(w.num_bytes for w in plain.weights)
     assert more == pytest.approx(2 * num, rel=0.05)

@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces are drafted: identical answers, in fewer steps."""
+"""Drafts of tokens that a grammar forces: identical answers in fewer steps."""
 
 import json
 import re
@@ -47,7 +47,7 @@ TAGS = (
     ' "properties": {"kind": {"enum": ["a", "b"]}}, "required": ["kind"]}, "end": "</call>"}],'
     ' "triggers": ["e"]}'
 )
-FORMS: dict[str, StructuredOutputsParams] = {
+CONSTRAINTS: dict[str, StructuredOutputsParams] = {
     "json": StructuredOutputsParams(json=PERSON),
     "regex": StructuredOutputsParams(regex=r"The answer is [0-9]{1,3} of [0-9]{1,3}\."),
     "choice": StructuredOutputsParams(choice=["a long answer", "a longer one"]),
@@ -73,7 +73,7 @@ QUESTION = [{"role": "user", "content": "Hello, how are you?"}]
 
 @pytest.fixture(autouse=True)
 def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is guessed does not depend on how fast the machine is: nothing is known of that."""
+    """Measure no steps, so that drafts do not depend on the speed of the machine."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
 
 
@@ -92,21 +92,21 @@ def plain() -> Iterator[Engine]:
     made.client.close()
 
 
-def request_of(engine: Engine, form: str, **params: Any) -> Request:
+def request_of(engine: Engine, constraint: str, **params: Any) -> Request:
     prompt = engine.renderer.render(QUESTION, ChatOptions(tools=SHOWN))
     params = {"max_tokens": 80} | params
-    if form in FORMS:
-        given = SamplingParams(structured_outputs=FORMS[form], **params)
+    if constraint in CONSTRAINTS:
+        given = SamplingParams(structured_outputs=CONSTRAINTS[constraint], **params)
         grammar = checked_grammar(engine.renderer, given, prompt)
         return engine.requests.make(prompt, given, grammar=grammar)
-    asked = RequestedAnswer(engine.renderer.answer_format(None, True), TOOLS, CALLS[form])
+    requested = RequestedAnswer(engine.renderer.answer_format(None, True), TOOLS, CALLS[constraint])
     assert engine.renderer.tokenizer is not None
-    grammar = answer_grammar(asked, engine.renderer.tokenizer.added_ids)
+    grammar = answer_grammar(requested, engine.renderer.tokenizer.added_ids)
     return engine.requests.make(prompt, SamplingParams(**params), grammar=grammar)
 
 
 def answers(engine: Engine, *requests: Request) -> list[Any]:
-    """All that clients get, with log-probabilities to the bit."""
+    """Return everything that clients get, with exact log-probabilities."""
     for i, request in enumerate(requests):
         engine.client.add(msgspec.structs.replace(request, request_id=f"{i}"))
     found = {}
@@ -129,24 +129,26 @@ def steps_of(engine: Engine) -> list[Stepped]:
 
 @pytest.fixture(scope="module")
 def forcing() -> Iterator[Engine]:
-    """Nothing is said of guesses, and one plan is in flight."""
+    """An engine with the default drafts and one plan in flight."""
     made = engine(kv_cache_memory_bytes=8 << 20)
     yield made
     made.client.close()
 
 
 @pytest.mark.parametrize("place", ["const", "enum", "name", "pattern", "choice"])
-def test_text_of_added_tokens_is_written(plain: Engine, forcing: Engine, place: str) -> None:
-    """With drafts and without: the same answer, which is the text and no token of that name."""
+def test_names_of_added_tokens_are_written_as_text(
+    plain: Engine, forcing: Engine, place: str
+) -> None:
+    """With drafts and without, the answer has the name as text and not as the added token."""
     tokenizer = plain.renderer.tokenizer
     assert tokenizer is not None
     marks = list(tokenizer.added_ids)
     assert "<|im_end|>" in marks and "<tool_call>" in marks
     requests, wanted = [], []
     for mark in marks:
-        form, value = _form_with(mark, place)
+        constraint, value = _constraint_with(mark, place)
         params = SamplingParams(
-            structured_outputs=form, max_tokens=100, temperature=0.0, logprobs=0
+            structured_outputs=constraint, max_tokens=100, temperature=0.0, logprobs=0
         )
         prompt = plain.renderer.render(QUESTION, ChatOptions())
         grammar = checked_grammar(plain.renderer, params, prompt)
@@ -160,25 +162,25 @@ def test_text_of_added_tokens_is_written(plain: Engine, forcing: Engine, place: 
         assert not set(token_ids[:-1]) & set(tokenizer.added_ids.values())
 
 
-def test_calls_with_the_text_of_added_tokens(plain: Engine, forcing: Engine) -> None:
-    """In the name of a tool, of an argument, and in its value."""
+def test_tool_calls_write_names_of_added_tokens_as_text(plain: Engine, forcing: Engine) -> None:
+    """In the names of a tool and its argument, and in the argument's value."""
     tokenizer = plain.renderer.tokenizer
     assert tokenizer is not None
     for mark in tokenizer.added_ids:
         schema = {"type": "object", "properties": {mark: {"const": mark}}, "required": [mark]}
         name = f"get{mark}"
-        form = plain.renderer.answer_format(None, True)
-        asked = RequestedAnswer(form, (Tool(name, schema),), NamedTool(name))
+        answer_format = plain.renderer.answer_format(None, True)
+        requested = RequestedAnswer(answer_format, (Tool(name, schema),), NamedTool(name))
         request = plain.requests.make(
             plain.renderer.render(QUESTION, ChatOptions(tools=SHOWN)),
             SamplingParams(max_tokens=120, temperature=0.0, logprobs=0),
-            grammar=answer_grammar(asked, tokenizer.added_ids),
+            grammar=answer_grammar(requested, tokenizer.added_ids),
         )
         found = answers(forcing, request)
         assert found == answers(plain, request)
         [(token_ids, _, finish_reason, _, _)] = found[0]
         assert finish_reason == "stop"
-        parser = asked.parser()
+        parser = requested.parser()
         text = tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
         parts = parser.push(text) + parser.flush()
         assert [part.name for part in parts if isinstance(part, CallBegun)] == [name]
@@ -186,8 +188,8 @@ def test_calls_with_the_text_of_added_tokens(plain: Engine, forcing: Engine) -> 
         assert json.loads(arguments) == {mark: mark}
 
 
-def _form_with(mark: str, place: str) -> tuple[StructuredOutputsParams, Any]:
-    """Return a form that leaves one answer with this text in it, and that answer."""
+def _constraint_with(mark: str, place: str) -> tuple[StructuredOutputsParams, Any]:
+    """Return a constraint with a single possible answer, which has this text, and the answer."""
     if place == "choice":
         return StructuredOutputsParams(choice=[f"a {mark} b"]), f"a {mark} b"
     key, value = (mark, "v") if place == "name" else ("k", mark)
@@ -195,55 +197,60 @@ def _form_with(mark: str, place: str) -> tuple[StructuredOutputsParams, Any]:
     schemas: dict[str, Any] = {"enum": {"enum": [mark]}, "pattern": pattern}
     schema = {"type": "object", "properties": {key: schemas.get(place, {"const": value})},
               "required": [key], "additionalProperties": False}  # fmt: skip
-    form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
-    return form, {key: value}
+    constraint = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    return constraint, {key: value}
 
 
 @pytest.fixture(scope="module")
 def plain_answers(plain: Engine) -> dict[str, list[Any]]:
-    return {form: answers(plain, *all_ways(plain, form)) for form in (*FORMS, *CALLS)}
+    return {
+        constraint: answers(plain, *all_ways(plain, constraint))
+        for constraint in (*CONSTRAINTS, *CALLS)
+    }
 
 
-def all_ways(engine: Engine, form: str) -> list[Request]:
-    return [request_of(engine, form, **way) for way in WAYS.values()]
+def all_ways(engine: Engine, constraint: str) -> list[Request]:
+    return [request_of(engine, constraint, **way) for way in WAYS.values()]
 
 
-@pytest.mark.parametrize("form", [*FORMS, *CALLS])
-def test_no_forced_token_changes_an_answer(
-    plain_answers: dict[str, list[Any]], forcing: Engine, form: str
+@pytest.mark.parametrize("constraint", [*CONSTRAINTS, *CALLS])
+def test_forced_tokens_do_not_change_answers(
+    plain_answers: dict[str, list[Any]], forcing: Engine, constraint: str
 ) -> None:
     steps = steps_of(forcing)
-    assert answers(forcing, *all_ways(forcing, form)) == plain_answers[form]
+    assert answers(forcing, *all_ways(forcing, constraint)) == plain_answers[constraint]
     assert sum(step.num_draft_tokens for step in steps) > len(WAYS)
 
 
-def test_others_guesses_change_nothing_either(plain_answers: dict[str, list[Any]]) -> None:
-    """Those that are often wrong, also where memory is short and prompts come in chunks."""
+def test_ngram_drafts_do_not_change_constrained_answers(
+    plain_answers: dict[str, list[Any]],
+) -> None:
+    """The drafts are often wrong, memory is short, and prompts are computed in chunks."""
     settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
     made = engine(
         speculative_config=settings, max_num_seqs=6, kv_cache_memory_bytes=24 * 98_304,
         max_num_batched_tokens=32, enable_prefix_caching=False,
     )  # fmt: skip
-    gone: list[Preempted] = []
+    preempted: list[Preempted] = []
     core = made.client.core
-    core.subscribe(lambda event: gone.append(event) if isinstance(event, Preempted) else None)
+    core.subscribe(lambda event: preempted.append(event) if isinstance(event, Preempted) else None)
     steps = steps_of(made)
-    for form in [*plain_answers][::2]:
-        assert answers(made, *all_ways(made, form)) == plain_answers[form], form
-    tried, right = sum(s.num_draft_tokens for s in steps), sum(s.num_accepted for s in steps)
-    assert gone and tried > right > 0
+    for constraint in [*plain_answers][::2]:
+        assert answers(made, *all_ways(made, constraint)) == plain_answers[constraint], constraint
+    drafted, accepted = sum(s.num_draft_tokens for s in steps), sum(s.num_accepted for s in steps)
+    assert preempted and drafted > accepted > 0
     made.client.close()
 
 
-def test_a_method_drafts_between_forced_tokens(
+def test_method_drafts_between_forced_tokens(
     plain: Engine, plain_answers: dict[str, list[Any]]
 ) -> None:
-    """The answers are the same. Later ones like them take fewer steps than forced tokens alone."""
+    """Answers are the same. A repeated answer takes fewer steps than with forced tokens alone."""
     suffix = {"method": "suffix", "num_speculative_tokens": 8}
     made = engine(speculative_config=suffix, kv_cache_memory_bytes=8 << 20)
     steps = steps_of(made)
-    for form, expected in plain_answers.items():
-        assert answers(made, *all_ways(made, form)) == expected, form
+    for constraint, expected in plain_answers.items():
+        assert answers(made, *all_ways(made, constraint)) == expected, constraint
     steps.clear()
     [[answer]] = answers(made, request_of(made, "named weather", temperature=0.0))
     assert len(steps) < len(answer[0]) / 4
@@ -254,61 +261,63 @@ SHARES = {"named": 0.6, "named weather": 0.6, "required": 0.6, "json": 0.75}
 
 
 @pytest.mark.parametrize(
-    ("form", "way"),
+    ("constraint", "way"),
     [
-        *((form, "greedy") for form in SHARES),
+        *((constraint, "greedy") for constraint in SHARES),
         ("named", "hot"),
-        *(pytest.param(form, "hot", marks=pytest.mark.slow) for form in [*SHARES][1:]),
+        *(pytest.param(constraint, "hot", marks=pytest.mark.slow) for constraint in [*SHARES][1:]),
     ],
 )
-def test_a_forced_call_takes_few_steps(plain: Engine, forcing: Engine, form: str, way: str) -> None:
-    """And no forced token is wrong. JSON has white space, about which the model decides."""
+def test_forced_answers_take_fewer_steps(
+    plain: Engine, forcing: Engine, constraint: str, way: str
+) -> None:
+    """Every forced token is accepted. In JSON, the model decides about white space."""
     counts, steps = [], list[Stepped]()
     for made in (plain, forcing):
         steps = steps_of(made)
-        answers(made, request_of(made, form, **WAYS[way]))
+        answers(made, request_of(made, constraint, **WAYS[way]))
         counts.append(len(steps))
     assert sum(s.num_draft_tokens for s in steps) == sum(s.num_accepted for s in steps)
-    assert counts[1] <= SHARES[form] * counts[0]
+    assert counts[1] <= SHARES[constraint] * counts[0]
 
 
-def test_several_tokens_ahead_stay_within_the_limit(plain: Engine, forcing: Engine) -> None:
+def test_forced_drafts_stay_within_max_tokens(plain: Engine, forcing: Engine) -> None:
     for num in (1, 2, 5, 9):
         requests = [request_of(made, "named", max_tokens=num) for made in (plain, forcing)]
         one, other = answers(plain, requests[0]), answers(forcing, requests[1])
         assert one == other and len(one[0][0][0]) == num
 
 
-def test_who_has_no_grammar_is_not_looked_at(forcing: Engine, monkeypatch: Any) -> None:
-    """A step of rows without grammars is what it was."""
+def test_rows_without_a_grammar_skip_drafting(forcing: Engine, monkeypatch: Any) -> None:
+    """The scheduler does not even list candidates for drafts."""
     core = forcing.client.core
     drafts = type(core.scheduler.drafts)
-    monkeypatch.setattr(drafts, "candidates", lambda _: pytest.fail("somebody asked"))
+    monkeypatch.setattr(drafts, "candidates", lambda _: pytest.fail("candidates were listed"))
     prompt = forcing.renderer.render(QUESTION)
     answers(forcing, forcing.requests.make(prompt, SamplingParams(max_tokens=4)))
 
 
-def test_forced_tokens_that_are_not_worth_their_time_are_hardly_looked_for(
+def test_unprofitable_forced_tokens_are_rarely_looked_up(
     plain: Engine, forcing: Engine, monkeypatch: Any
 ) -> None:
-    asked: list[bool] = []
+    look_ups: list[bool] = []
     drafting: Any = drafter_of(forcing.client.core)
     look = drafting._grammars.draft
     monkeypatch.setattr(
-        drafting._grammars, "draft", lambda *given: asked.append(True) or look(*given)
+        drafting._grammars, "draft", lambda *given: look_ups.append(True) or look(*given)
     )
     monkeypatch.setattr(drafting_module, "lengths", lambda most, *_, **__: [0] * len(most))
     steps = steps_of(forcing)
     expected = answers(plain, request_of(plain, "named", temperature=0.0))
     assert answers(forcing, request_of(forcing, "named", temperature=0.0)) == expected
     assert sum(step.num_draft_tokens for step in steps) == 0
-    assert 0 < len(asked) < len(steps) / 2
+    assert 0 < len(look_ups) < len(steps) / 2
     monkeypatch.undo()
     answers(forcing, request_of(forcing, "named", temperature=0.0), request_of(forcing, "json"))
     assert sum(step.num_draft_tokens for step in steps) > 0
 
 
-def test_forced_tokens_can_be_left_out_or_asked_for() -> None:
+def test_settings_turn_forced_drafts_on_and_off() -> None:
     few = {"max_num_seqs": 2, "kv_cache_memory_bytes": 2 << 20}
     ways: list[tuple[dict[str, Any], int, bool]] = [
         ({}, 1, True),
@@ -326,12 +335,17 @@ def test_forced_tokens_can_be_left_out_or_asked_for() -> None:
 
 
 @pytest.mark.parametrize("depth", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_masks_and_guesses_with_more_plans_in_flight(plain: Engine, depth: int) -> None:
-    """A step with masks waits for the host anyway, so forced tokens are tried then, too."""
-    forms = ["named", "required", "json"] if "json" in FORMS else ["named", "required"]
-    requests = [request_of(plain, form, seed=i, temperature=0.8) for i, form in enumerate(forms)]
-    said = plain.renderer.render("one two three one two three one two", ChatOptions())
-    requests.append(plain.requests.make(said, SamplingParams(max_tokens=30, logprobs=1, seed=3)))
+def test_masks_and_drafts_work_with_several_plans_in_flight(plain: Engine, depth: int) -> None:
+    """A step with masks waits for the host anyway, so it verifies forced tokens as well."""
+    constraints = ["named", "required", "json"] if "json" in CONSTRAINTS else ["named", "required"]
+    requests = [
+        request_of(plain, constraint, seed=i, temperature=0.8)
+        for i, constraint in enumerate(constraints)
+    ]
+    repetitive = plain.renderer.render("one two three one two three one two", ChatOptions())
+    requests.append(
+        plain.requests.make(repetitive, SamplingParams(max_tokens=30, logprobs=1, seed=3))
+    )
     method = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
     made = engine(speculative_config=method, pipeline_depth=depth, kv_cache_memory_bytes=8 << 20)
     try:

@@ -31,7 +31,7 @@ def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
 
 
-def guessed_by(model: str | Path, **more: Any) -> dict[str, Any]:
+def drafted_by(model: str | Path, **more: Any) -> dict[str, Any]:
     return {"speculative_config": {"method": "draft_model", "model": str(model)} | more}
 
 
@@ -44,45 +44,45 @@ def config_of(model: str | Path, **settings: Any) -> tuple[EngineConfig, ModelSo
     return config, resolve_model(config.model.model)
 
 
-# ---- what does not fit -----------------------------------------------------------------------
+# ---- refused models --------------------------------------------------------------------------
 
 
-def test_another_vocabulary() -> None:
+def test_draft_model_with_another_vocabulary_size_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"has 120 tokens, but .* has 97.*same family"):
-        engine(checkpoint("llama"), **guessed_by(checkpoint("llama", 120)))
+        engine(checkpoint("llama"), **drafted_by(checkpoint("llama", 120)))
 
 
-def test_other_tokens(tmp_path: Path) -> None:
-    """As many, but not the same ones."""
+def test_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    """The vocabularies have the same size."""
     other = write_checkpoint(write_directory(fresh_directory(), "metaspace"), "llama", 424)
     with pytest.raises(
         ConfigError, match=r"has a different vocabulary from .*: token \d+ is .*, not "
     ):
-        engine(text_checkpoint("llama"), **guessed_by(other))
-    engine(text_checkpoint("llama"), **guessed_by(checkpoint("gpt2", 424))).close()
+        engine(text_checkpoint("llama"), **drafted_by(other))
+    engine(text_checkpoint("llama"), **drafted_by(checkpoint("gpt2", 424))).close()
 
 
-def test_a_draft_model_with_states() -> None:
+def test_draft_model_with_states_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layers with states.*without such layers"):
-        engine(checkpoint("llama"), **guessed_by(checkpoint("qwen3_5")))
+        engine(checkpoint("llama"), **drafted_by(checkpoint("qwen3_5")))
 
 
-def test_a_head_is_no_model(tmp_path: Path) -> None:
+def test_eagle3_head_is_refused_as_a_draft_model(tmp_path: Path) -> None:
     shutil.copytree(checkpoint("llama"), tmp_path / "head")
     path = tmp_path / "head" / "config.json"
     config = json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLMEagle3"]}
     path.write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"is an EAGLE-3 head.*method eagle3"):
-        engine(checkpoint("llama"), **guessed_by(tmp_path / "head"))
+        engine(checkpoint("llama"), **drafted_by(tmp_path / "head"))
 
 
-def test_no_such_model() -> None:
+def test_missing_draft_model_is_reported() -> None:
     with pytest.raises(ModelNotFound, match="/no/where"):
-        engine(checkpoint("llama"), **guessed_by("/no/where"))
+        engine(checkpoint("llama"), **drafted_by("/no/where"))
 
 
-def test_no_room_for_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, source = config_of(checkpoint("llama"), **guessed_by("demo"))
+def test_lack_of_memory_for_draft_weights_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, source = config_of(checkpoint("llama"), **drafted_by("demo"))
     monkeypatch.setattr("quire.models.draft_model._check", lambda *_: None)
     monkeypatch.setattr("quire.runner.build.available_cpu_bytes", lambda: 4 << 20)
     with pytest.raises(OutOfMemory, match=r"weights .* exceed the free memory"):
@@ -92,32 +92,32 @@ def test_no_room_for_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- names ---------------------------------------------------------------------------------
 
 
-def test_its_weights_are_part_of_the_cache_s_name(tmp_path: Path) -> None:
-    """Also where only a number of them differs."""
+def test_draft_weights_are_part_of_the_cache_fingerprint(tmp_path: Path) -> None:
+    """Even if two draft models differ only in the values of their weights."""
     found = []
     stored = {"kv_disk_dir": str(tmp_path / "blocks")}
     for i, seed in enumerate((0, 1, None)):
         draft = {}
         if seed is not None:
-            draft = guessed_by(write_checkpoint(tmp_path / str(i) / "draft", "llama", 97, seed))
+            draft = drafted_by(write_checkpoint(tmp_path / str(i) / "draft", "llama", 97, seed))
         config, source = config_of(checkpoint("qwen3"), **stored, **draft)
         found.append(make_scheduler(build_runner(config, source), source).memory.names.fingerprint)
     assert len(set(found)) == 3
 
 
-def test_the_spec_of_the_model_itself_stays() -> None:
+def test_model_without_a_drafter_keeps_its_spec() -> None:
     config, source = config_of(checkpoint("qwen3"))
-    spec, nobody = with_drafter(build_runner(config, source).spec, None, source)
-    assert nobody is None and spec.drafter is None
+    spec, no_drafter = with_drafter(build_runner(config, source).spec, None, source)
+    assert no_drafter is None and spec.drafter is None
     assert spec.cache_groups == spec.own_groups
 
 
 # ---- recordings ------------------------------------------------------------------------------
 
 
-def test_a_recording_is_replayed_without_it_and_with_the_model(tmp_path: Path) -> None:
+def test_recording_replays_without_the_draft_model(tmp_path: Path) -> None:
     model, draft = checkpoint("llama"), checkpoint("gpt2")
-    settings = {"record": str(tmp_path), "record_tokens": True, **guessed_by(draft)}
+    settings = {"record": str(tmp_path), "record_tokens": True, **drafted_by(draft)}
     with engine(model, **settings) as llm:
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     outcome = replay_all(read_recording(tmp_path))

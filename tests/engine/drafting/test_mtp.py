@@ -23,7 +23,7 @@ from tests.support.models.checkpoints import random_tokens, write_checkpoint
 from tests.support.models.draft_heads import MtpByDefinition, write_exact_mtp, write_mtp
 from tests.support.render.tiny_tokenizers import write_directory
 
-# Types, and bytes of KV memory in which three requests do not fit.
+# By model type: bytes of KV memory that are too few for three requests.
 SHORT = {"deepseek_v3": 61_000, "qwen3_next": 80_000, "qwen3_5": 100_000, "glm4_moe": 136_000}
 VARIANTS = tuple(SHORT)
 PROMPTS = random_tokens(41, 44, 3)
@@ -44,7 +44,7 @@ def engine(directory: Path, num: int = NUM, **settings: Any) -> LLM:
 
 @pytest.fixture(autouse=True)
 def _always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long steps take is not looked at."""
+    """Measure no steps, so that every step gets drafts."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
 
 
@@ -65,10 +65,10 @@ def run(llm: LLM, **params: Any) -> list[RequestOutput]:
 )
 @pytest.mark.parametrize("variant", slow_but(VARIANTS, "deepseek_v3"))
 @torch.inference_mode()
-def test_drafts_are_those_of_the_definition(
+def test_drafts_match_the_definition(
     variant: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the second time, when prompts are found in the prefix cache."""
+    """Also in the second run, where prompts are prefix hits."""
     by_definition = MtpByDefinition(write_mtp(tmp_path, variant))
     if "max_num_seqs" in settings:
         settings = settings | {"kv_cache_memory_bytes": SHORT[variant]}
@@ -99,8 +99,10 @@ def test_drafts_are_those_of_the_definition(
     ],
     ids=lambda how: next(iter(how.values())),
 )
-def test_answers_stay_what_they_are(variant: str, how: dict[str, Any], tmp_path: Path) -> None:
-    """To the bit, with tokens that were sampled and several answers to a prompt."""
+def test_mtp_drafts_do_not_change_answers(
+    variant: str, how: dict[str, Any], tmp_path: Path
+) -> None:
+    """Bit for bit, with sampled tokens and two answers to each prompt."""
     write_mtp(tmp_path, variant)
     found = []
     for num in (0, NUM):
@@ -124,8 +126,8 @@ def with_text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", (1, 2))
-def test_every_way_to_sample(num_ranks: int, with_text: Path) -> None:
-    """Also with grammars, beams and hits, and on two ranks that share all layers."""
+def test_drafts_do_not_change_answers_with_any_sampling(num_ranks: int, with_text: Path) -> None:
+    """Also with grammars, beams and prefix hits, and on two ranks that share all layers."""
     method = f'{{"method": "mtp", "num_speculative_tokens": {NUM}}}'
     plain = answers_of(with_text, 300, speculative_config='{"method": "none"}')
     found = answers_of(with_text, 300, speculative_config=method, tensor_parallel_size=num_ranks)
@@ -135,10 +137,10 @@ def test_every_way_to_sample(num_ranks: int, with_text: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["deepseek_v3", "qwen3_next"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_layer_that_is_right_has_all_drafts_accepted(
+def test_exact_layer_gets_all_its_drafts_accepted(
     variant: str, temperature: float, tmp_path: Path
 ) -> None:
-    """No layer adds to the residual stream, so that a token depends on the last one alone."""
+    """No layer adds to the residual stream, so each token depends only on the token before."""
     write_exact_mtp(tmp_path, variant)
     with engine(tmp_path) as llm:
         outputs = run(llm, temperature=temperature, seed=4, max_tokens=33)
@@ -147,7 +149,7 @@ def test_a_layer_that_is_right_has_all_drafts_accepted(
         assert output.metrics.num_accepted_draft_tokens == output.metrics.num_draft_tokens >= 24
 
 
-def test_a_checkpoint_without_the_method_does_not_load_the_layer(tmp_path: Path) -> None:
+def test_layer_is_loaded_only_for_the_mtp_method(tmp_path: Path) -> None:
     write_mtp(tmp_path / "with", "deepseek_v3")
     write_checkpoint(tmp_path / "without", "deepseek_v3")
     loaded = []
@@ -159,7 +161,7 @@ def test_a_checkpoint_without_the_method_does_not_load_the_layer(tmp_path: Path)
     assert loaded[0] == loaded[1] < loaded[2]
 
 
-def test_a_model_without_a_layer_is_refused(tmp_path: Path) -> None:
+def test_model_without_the_layer_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "llama", "llama")
     with pytest.raises(ModelError, match="quire runs none of models of type llama.*ngram"):
         engine(tmp_path / "llama")

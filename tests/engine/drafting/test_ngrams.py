@@ -16,21 +16,23 @@ Find = Callable[..., np.ndarray]
 FINDS: list[Find] = [find_runs_reference] if core() is None else [find_runs_reference, find_runs]
 
 
-def naive(tokens: list[int], fewest: int, most: int, num: int, first: int = 0) -> list[int]:
-    """The newest earlier place, from `first` on, of the longest run; what comes after, and its own
-    guess after that."""
-    for n in range(most, fewest - 1, -1):
+def naive(
+    tokens: list[int], min_length: int, max_length: int, num: int, first: int = 0
+) -> list[int]:
+    """Return the tokens after the newest earlier occurrence, from `first` on, of the longest run.
+    Drafts that reach the end go on with their own first tokens."""
+    for n in range(max_length, min_length - 1, -1):
         for end in range(len(tokens) - 1, max(n, first) - 1, -1):
             if tokens[end - n : end] == tokens[len(tokens) - n :]:
-                guess: list[int] = []
-                while len(guess) < num:
-                    guess.append((tokens + guess)[end + len(guess)])
-                return guess
+                draft: list[int] = []
+                while len(draft) < num:
+                    draft.append((tokens + draft)[end + len(draft)])
+                return draft
     return []
 
 
-def guesses(find: Find, lines: list[list[int]], *bounds: int, num: int = 4) -> list[list[int]]:
-    """What is guessed of some lines, which stand in other rows, with other tokens behind them."""
+def drafts(find: Find, lines: list[list[int]], *bounds: int, num: int = 4) -> list[list[int]]:
+    """Return the drafts of some lines, stored in reverse order with random tokens after them."""
     table = np.random.default_rng(0).integers(0, 4, (len(lines) + 2, 200), dtype=np.int32)
     rows = np.arange(len(lines), 0, -1, dtype=np.int64)
     lengths = np.array([len(line) for line in lines], np.int64)
@@ -47,28 +49,32 @@ LINES = st.lists(st.lists(st.integers(0, 3), max_size=60), max_size=5)
 
 
 @pytest.mark.parametrize("find", FINDS)
-@given(lines=LINES, fewest=st.integers(1, 3), more=st.integers(0, 3), searched=st.integers(1, 80))
-def test_as_a_search_would_find(
-    find: Find, lines: list[list[int]], fewest: int, more: int, searched: int
+@given(
+    lines=LINES, min_length=st.integers(1, 3), more=st.integers(0, 3), searched=st.integers(1, 80)
+)
+def test_drafts_equal_those_of_a_plain_search(
+    find: Find, lines: list[list[int]], min_length: int, more: int, searched: int
 ) -> None:
-    wanted = [naive(line, fewest, fewest + more, 4, first=len(line) - searched) for line in lines]
-    assert guesses(find, lines, fewest, fewest + more, searched) == wanted
+    wanted = [
+        naive(line, min_length, min_length + more, 4, first=len(line) - searched) for line in lines
+    ]
+    assert drafts(find, lines, min_length, min_length + more, searched) == wanted
 
 
 @pytest.mark.parametrize("find", FINDS)
-def test_much_is_found(find: Find) -> None:
+def test_repetitive_lines_all_get_whole_drafts(find: Find) -> None:
     choose = random.Random(1)
     lines = [[choose.randrange(4) for _ in range(150)] for _ in range(20)]
-    found = guesses(find, lines, 2, 4, 1000)
+    found = drafts(find, lines, 2, 4, 1000)
     assert found == [naive(line, 2, 4, 4) for line in lines]
     assert all(len(each) == 4 for each in found)
 
 
 @pytest.mark.parametrize("find", FINDS)
-def test_an_end_that_repeats_itself(find: Find) -> None:
-    assert guesses(find, [[9, 1, 2, 1, 2, 1]], 2, 3, 100, num=5) == [[2, 1, 2, 1, 2]]
+def test_draft_continues_a_repeating_end(find: Find) -> None:
+    assert drafts(find, [[9, 1, 2, 1, 2, 1]], 2, 3, 100, num=5) == [[2, 1, 2, 1, 2]]
 
 
 @pytest.mark.parametrize("find", FINDS)
-def test_nothing_is_guessed_after_a_new_end(find: Find) -> None:
-    assert guesses(find, [[], [1], [1, 2, 3, 1]], 2, 3, 100) == [[], [], []]
+def test_new_end_gets_no_draft(find: Find) -> None:
+    assert drafts(find, [[], [1], [1, 2, 3, 1]], 2, 3, 100) == [[], [], []]

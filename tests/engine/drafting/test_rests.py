@@ -1,4 +1,4 @@
-"""Rests of the real drafter, over simulated sequences, steps and a clock."""
+"""Rests of the real drafter: steps without drafts. Sequences, steps and the clock are simulated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -149,14 +149,14 @@ class Rig:
         )  # fmt: skip
 
     def know(self, sizes: Sequence[int]) -> None:
-        """Let the drafter know the times of steps with so many draft tokens."""
+        """Give the drafter the times of steps with these numbers of draft tokens."""
         for num in sizes:
             times = self.drafter._verified if num else self.drafter._times
             for _ in range(3):
                 times.observe(self.num_rows + num, self.step_s(num))
 
     def first_draft(self, begin: int = 0) -> int:
-        """Return after how many steps from `begin` on a step had drafts."""
+        """Return how many steps after `begin` the first step with drafts came."""
         return next(i for i, nums in enumerate(self.drafted[begin:]) if nums)
 
 
@@ -179,7 +179,7 @@ class FakeHistory:
 
 
 @pytest.mark.parametrize("num_rows", [64, 256])
-def test_a_refusal_does_not_end_the_forced_tokens_of_one_row(clock: Clock, num_rows: int) -> None:
+def test_refusal_does_not_stop_the_forced_tokens_of_one_row(clock: Clock, num_rows: int) -> None:
     """One forced token among so many rows gains less than MIN_GAIN; 32 gain 12 % or more."""
     rig = Rig(clock, num_rows, 1, FORCED, forced=lambda step: 32 if step > 20 else step == 20)
     rig.run(60)
@@ -187,8 +187,8 @@ def test_a_refusal_does_not_end_the_forced_tokens_of_one_row(clock: Clock, num_r
     assert all(nums == {0: 32} for nums in rig.drafted[22:])
 
 
-def test_a_refusal_of_others_does_not_either(clock: Clock) -> None:
-    """Drafts of the others gain less than they cost, and 32 certain tokens gain more."""
+def test_refusal_of_plain_rows_does_not_stop_forced_tokens(clock: Clock) -> None:
+    """Drafts of plain rows gain less than they cost, and 32 forced tokens gain more."""
     sizes, times = (0, 8, 32, 256), (1.0, 1.3, 1.4, 6.0)
     rig = Rig(
         clock, 64, 1, step_s=lambda num: STEP_S * float(np.interp(num, sizes, times)),
@@ -201,8 +201,8 @@ def test_a_refusal_of_others_does_not_either(clock: Clock) -> None:
     assert rig.drafted[60:] == [{0: 32}] * 60
 
 
-def test_a_sample_of_others_that_finds_nothing_does_not_either(clock: Clock) -> None:
-    """A look-up for all of the others would take three steps, and the grammar gains a quarter."""
+def test_failed_sample_of_plain_rows_is_no_refusal_of_guided_rows(clock: Clock) -> None:
+    """A look-up for all plain rows would take three steps, and the grammar gains a quarter."""
     rig = Rig(
         clock, 128, 1, look_s=3 * STEP_S / 128, forced=lambda step: 32, finds=False
     )  # fmt: skip
@@ -213,8 +213,8 @@ def test_a_sample_of_others_that_finds_nothing_does_not_either(clock: Clock) -> 
 
 
 @pytest.mark.parametrize("num_right", [0, 1])
-def test_a_loss_is_that_of_rows_without_a_grammar(clock: Clock, num_right: int) -> None:
-    """Unless they had no draft tokens. A gain smaller than the time of a look-up is a loss too."""
+def test_loss_is_booked_to_plain_rows_if_they_had_drafts(clock: Clock, num_right: int) -> None:
+    """Otherwise to guided rows. A gain smaller than the time of a look-up is a loss too."""
     rig = Rig(clock, 8, 4, step_s=lambda num: STEP_S * (1.1 if num else 1.0))
     rig.know((0, 8))
     drafter, result = rig.drafter, SimpleNamespace(num_accepted=np.array([1] * 7 + [1 + num_right]))
@@ -234,8 +234,8 @@ def test_a_loss_is_that_of_rows_without_a_grammar(clock: Clock, num_right: int) 
 
 
 @pytest.mark.parametrize("length", [16, 24, 32])
-def test_short_answers_are_drafted_for_again(clock: Clock, length: int) -> None:
-    """Verification takes longer, and drafts were wrong until now. From now on all are right."""
+def test_drafting_resumes_on_short_answers(clock: Clock, length: int) -> None:
+    """Steps with drafts take longer, and drafts were wrong so far. From now on all are right."""
     sizes, times = (0, 1, 2, 5, 32), (1.0, 1.7, 1.9, 2.2, 5.0)
     rig = Rig(clock, 1, step_s=lambda num: STEP_S * float(np.interp(num, sizes, times)))
     drafter = rig.drafter
@@ -251,7 +251,7 @@ def test_short_answers_are_drafted_for_again(clock: Clock, length: int) -> None:
     assert sum(map(bool, rig.drafted[-length:])) > length / 2
 
 
-def test_an_answer_that_ends_during_refusals_is_remembered(clock: Clock) -> None:
+def test_answer_that_ends_during_refusals_is_indexed(clock: Clock) -> None:
     rig = Rig(clock, 1)
     drafter = Drafting(Speculation(SUFFIX, 8), Mock(num_followed=0), 1)
     drafter._plain_rests.num_refused = 3
@@ -272,7 +272,7 @@ def test_an_answer_that_ends_during_refusals_is_remembered(clock: Clock) -> None
 @pytest.mark.parametrize(
     ("num_rows", "few"), [pytest.param(800, 1.0, marks=pytest.mark.slow), (512, 1.1)]
 )
-def test_a_sample_stands_for_all_rows(clock: Clock, num_rows: int, few: float) -> None:
+def test_sample_decides_for_all_rows(clock: Clock, num_rows: int, few: float) -> None:
     """Eight rows alone can gain 1.8 % at most, but all rows gain 80 % and more."""
 
     def step_s(num_drafts: int) -> float:
@@ -290,8 +290,7 @@ def test_a_sample_stands_for_all_rows(clock: Clock, num_rows: int, few: float) -
 
 
 @pytest.mark.parametrize("num_rows", [2, 4, 9])
-def test_samples_take_turns(clock: Clock, num_rows: int) -> None:
-    """However many steps lie between them."""
+def test_samples_rotate_through_all_rows(clock: Clock, num_rows: int) -> None:
     rig = Rig(clock, num_rows, finds=False)
     for _ in range(6):
         rig.drafter._plain_rests.refuse(0)
@@ -308,10 +307,10 @@ def test_samples_take_turns(clock: Clock, num_rows: int) -> None:
     ("rows", "look_ms", "method"),
     in_turn([(1, 0), (1, 1), (20, 0), (20, 10), (9, 1)], [0.01, 0.5, 1.0, 3.2], [SUFFIX, FORCED]),
 )
-def test_failed_look_ups_take_about_a_hundredth_at_most(
+def test_failed_look_ups_take_about_1_percent_of_the_time_at_most(
     clock: Clock, rows: tuple[int, int], look_ms: float, method: str
 ) -> None:
-    """rows: all of them, and those with a grammar. look_ms: of all together, in steps of 10 ms."""
+    """rows: all rows and rows with a grammar. look_ms: of a look-up for all; a step has 10 ms."""
     num_rows, num_guided = rows
     look_s = look_ms / 1000 / num_rows
     rig = Rig(clock, num_rows, num_guided, method, look_s=look_s, finds=False)
@@ -332,10 +331,10 @@ def test_look_ups_of_many_short_answers_are_paid_for_once(clock: Clock) -> None:
         if step % 64 == 63:
             rig.sequences = [FakeSequence(row, "grammar") for row in range(64)]
     assert rig.looking_s < 6 * STEP_S + 0.006 * clock.now_s
-    assert num_idle > 1600, "the rests of these rows are rests of the drafter"
+    assert num_idle > 1600, "the drafter is idle while these rows rest"
 
 
-def test_rows_without_a_grammar_are_soon_looked_at_after_others(clock: Clock) -> None:
+def test_new_rows_without_a_grammar_soon_get_drafts(clock: Clock) -> None:
     rig = Rig(clock, 64, 64, look_s=3 * STEP_S / 64, finds=False).run(200)
     assert rig.drafter.num_idle > 0
     rig.table.is_masked[32:] = False
@@ -346,7 +345,7 @@ def test_rows_without_a_grammar_are_soon_looked_at_after_others(clock: Clock) ->
 
 
 def test_a_debt_outlasts_the_absence_of_its_rows(clock: Clock) -> None:
-    """As while all rows without a grammar compute their prompts."""
+    """For example, while all rows without a grammar compute their prompts."""
     rig = Rig(clock, 8, 4, look_s=STEP_S, finds=False).run(20)
     until = rig.drafter._plain_rests.until
     assert until > 20 + ABSENT_STEPS
@@ -354,7 +353,9 @@ def test_a_debt_outlasts_the_absence_of_its_rows(clock: Clock) -> None:
     assert rig.drafter._plain_rests.until == until
 
 
-def test_matches_are_timed_for_their_kind(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_match_times_are_booked_to_the_kind_of_row(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A match takes 1 ms per row without a grammar, and nothing for the others."""
 
     def places(_: object, table: RowTable, rows: Any) -> Any:
@@ -367,8 +368,8 @@ def test_matches_are_timed_for_their_kind(clock: Clock, monkeypatch: pytest.Monk
     assert looks == pytest.approx([0.001, 0.0])
 
 
-def test_many_rows_with_a_grammar_are_drafted_for_again(clock: Clock) -> None:
-    """A sample of them shows that their grammars force tokens now."""
+def test_drafting_resumes_for_many_rows_with_a_grammar(clock: Clock) -> None:
+    """A sample of the rows shows that their grammars now force tokens."""
     rig = Rig(
         clock, 64, 64, FORCED, look_s=STEP_S / 200, forced=lambda step: 8 * (step >= 500)
     )  # fmt: skip
@@ -396,8 +397,8 @@ def test_gains_pay_for_failed_look_ups() -> None:
         assert rests.until - step >= 50
 
 
-def test_drafts_that_lose_time_end() -> None:
-    """Also if they seem to pay off each time. A loss is never assumed to be large."""
+def test_drafting_stops_when_it_loses_time() -> None:
+    """Even if each draft was expected to pay off. A single loss counts only up to a bound."""
     rests, step = Rests(1), 0
     while rests.until <= step:
         rests.end(step, is_sample=False)
@@ -413,7 +414,7 @@ def test_drafts_that_lose_time_end() -> None:
 @pytest.mark.parametrize(
     ("few", "num_rows"), [pytest.param(1.3, 256, marks=pytest.mark.slow), (1.5, 128)]
 )
-def test_what_a_sample_alone_loses_is_not_booked(clock: Clock, few: float, num_rows: int) -> None:
+def test_loss_of_a_sample_is_not_booked(clock: Clock, few: float, num_rows: int) -> None:
     """The balance is negative when drafts begin to pay off."""
 
     def step_s(num_drafts: int) -> float:
@@ -430,10 +431,10 @@ def test_what_a_sample_alone_loses_is_not_booked(clock: Clock, few: float, num_r
 @pytest.mark.parametrize(
     ("num_rows", "step_s"), [pytest.param(64, 0.010, marks=pytest.mark.slow), (16, 0.005)]
 )
-def test_the_tokens_of_a_rest_count_for_no_look_up(
+def test_tokens_indexed_after_a_rest_do_not_count_as_look_up_time(
     clock: Clock, num_rows: int, step_s: float
 ) -> None:
-    """Those of 256 steps take as long as 15 look-ups."""
+    """Indexing the tokens of 256 steps takes as long as 15 look-ups."""
     rig = Rig(
         clock, num_rows, step_s=lambda num: step_s * (1.1 if num else 1.0),
         look_s=70e-6, token_s=4e-6, finds=False,
@@ -444,14 +445,14 @@ def test_the_tokens_of_a_rest_count_for_no_look_up(
     assert sum(map(bool, rig.drafted)) > 1500 - 1.1 * MAX_DEBT_STEPS
 
 
-def test_the_tokens_of_a_rest_are_spent(clock: Clock) -> None:
+def test_tokens_indexed_after_a_rest_lower_the_balance(clock: Clock) -> None:
     rig = Rig(clock, 64, token_s=STEP_S / 640, finds=False).run(100)
     assert rig.drafter._plain_rests.look_s(64) < 1e-9 and rig.drafter._plain_rests.balance < 0
 
 
 @pytest.mark.parametrize("few", [1.3, 1.6])
-def test_a_sample_decides_for_all_rows_whether_plans_wait(clock: Clock, few: float) -> None:
-    """Plans overlap without drafts. Eight rows alone gain less than the step takes longer."""
+def test_sample_decides_for_all_rows_whether_plans_wait(clock: Clock, few: float) -> None:
+    """Plans overlap without drafts. Eight rows alone gain less than the step's extra time."""
     rig = Rig(clock, 64, step_s=lambda num: STEP_S * (few if num else 1.0))
     rig.know((0, 32, 256))
     drafter, rows = rig.drafter, np.arange(64)
@@ -482,7 +483,7 @@ def test_rests_in_debt_are_bounded_and_grow() -> None:
         assert rests.until == rests.balanced_at + MAX_DEBT_STEPS
 
 
-def test_a_debt_shrinks_without_look_ups_that_take_time() -> None:
+def test_debt_shrinks_when_look_ups_take_no_time() -> None:
     """A device's look-ups only report misses."""
     rests = Rests(1)
     rests.spend(0, 1.0)
@@ -495,8 +496,8 @@ def test_a_debt_shrinks_without_look_ups_that_take_time() -> None:
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-def test_the_time_of_a_rest_counts_for_no_step(clock: Clock) -> None:
-    """Also if the rest ends early, with a plan in flight that began within it."""
+def test_time_of_a_rest_is_not_counted_as_step_time(clock: Clock) -> None:
+    """Also if the rest ends early, with a plan in flight that was made during the rest."""
     rig = Rig(clock, 1).run(4)
     drafter = rig.drafter
     num_steps = drafter._num_steps
@@ -529,13 +530,13 @@ def test_an_empty_sample_is_no_refusal() -> None:
     assert rests.until == 21 and not rests.is_sampled and not rests.num_refused
 
 
-def test_refusals_are_forgotten_once_all_rows_have_drafts() -> None:
+def test_refusals_are_reset_once_all_rows_have_drafts() -> None:
     rests = Rests(1)
     rests.refuse(0)
     rests.refuse(4)
     rests.end(12, is_sample=True)
     assert rests.until == 13 and not rests.is_sampled
-    assert rests.refuse(13) == 8, "the sample did not stand for all"
+    assert rests.refuse(13) == 8, "the sample did not represent all rows"
     rests.end(30, is_sample=True)
     rests.end(31, is_sample=False)
     assert rests.refuse(32) == 2

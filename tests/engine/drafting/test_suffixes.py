@@ -1,4 +1,4 @@
-"""Draft tokens that most often followed, compared with a full search."""
+"""Draft tokens that most often followed the same suffix, compared with a full search."""
 
 import random
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ ALONE = Suffixes(depth=10_000, num_answers=0, factor=1.0, min_probability=0.3)
 
 @pytest.fixture(scope="module", autouse=True)
 def every_place() -> Iterator[None]:
-    """The search below looks at every place, so the guesser must, too."""
+    """The search below looks at every place, so the drafter must do so, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(places, "MAX_PLACES", 10_000)
         yield
@@ -35,7 +35,7 @@ def drafter(
 
 @settings(max_examples=60, deadline=None)
 @given(prompt=TEXTS, sizes=st.lists(st.integers(1, 3 * PIECE), max_size=5), seed=st.integers(0, 9))
-def test_tokens_at_once_are_indexed_as_one_by_one(
+def test_bulk_and_single_tokens_build_the_same_index(
     prompt: list[int], sizes: list[int], seed: int
 ) -> None:
     choose, indices = random.Random(seed), list[list[object]]()
@@ -56,11 +56,11 @@ def contents(index: RunIndex) -> list[object]:
     return [index.tokens, *chains]
 
 
-Way = tuple[int, list[int]]  # how many tokens led to it; how it goes on
+Continuation = tuple[int, list[int]]  # number of equal tokens before it; its tokens
 
 
-def ways(text: list[int], first: int, last: list[int]) -> list[Way]:
-    """All ways on from places of a text, from one on, before which the last of `last` stand."""
+def continuations(text: list[int], first: int, last: list[int]) -> list[Continuation]:
+    """Return the text after each place from `first` on; before it, how many tokens match `last`."""
     found = []
     for place in range(max(first, LONG), len(text)):
         pairs = zip(reversed(text[:place]), reversed(last), strict=False)
@@ -70,43 +70,43 @@ def ways(text: list[int], first: int, last: list[int]) -> list[Way]:
     return found
 
 
-def most_frequent(found: list[Way], num: int, limits: Suffixes) -> tuple[float, list[int]]:
-    """Of the ways to which most tokens led, the newest last, the most frequent one."""
+def most_frequent(found: list[Continuation], num: int, limits: Suffixes) -> tuple[float, list[int]]:
+    """Return the most frequent continuation after the longest match. The newest wins a tie."""
     longest = max((length for length, _ in found), default=0)
     if longest < SHORT:
         return 0.0, []
-    alive = [way for length, way in reversed(found) if length == longest]
-    guesses, chance, expected = list[int](), 1.0, 0.0
-    while len(guesses) < min(num, max(1, int(limits.factor * longest))):
-        nexts = [way[len(guesses)] for way in alive if len(way) > len(guesses)]
+    alive = [tail for length, tail in reversed(found) if length == longest]
+    drafts, chance, expected = list[int](), 1.0, 0.0
+    while len(drafts) < min(num, max(1, int(limits.factor * longest))):
+        nexts = [tail[len(drafts)] for tail in alive if len(tail) > len(drafts)]
         if not nexts:
             break
-        best = max(nexts, key=nexts.count)  # the newest of those that are as frequent
+        best = max(nexts, key=nexts.count)  # the newest of equally frequent tokens
         chance *= nexts.count(best) / len(nexts)
         if chance < limits.min_probability:
             break
-        guesses.append(best)
+        drafts.append(best)
         expected += chance
-        alive = [way for way in alive if way[: len(guesses)] == guesses]
-    return expected, guesses
+        alive = [tail for tail in alive if tail[: len(drafts)] == drafts]
+    return expected, drafts
 
 
 def of_itself(text: list[int], num: int, limits: Suffixes) -> tuple[float, list[int]]:
-    """The search in a text, which goes on from its end as it did from the place."""
+    """Search a text for its own end. Continuations that reach the end repeat themselves."""
     if len(text) < LONG:
         return 0.0, []
-    found = [(length, (way * num)[:num]) for length, way in ways(text, 0, text)]
+    found = [(length, (tail * num)[:num]) for length, tail in continuations(text, 0, text)]
     return most_frequent(found, num, limits)
 
 
 @settings(max_examples=80, deadline=None)
 @given(prompt=TEXTS, pieces=st.lists(TEXTS, max_size=6), num=st.integers(1, 8))
-@example(prompt=[0, 0, 1, 0, 1, 0, 0, 1, 0, 1], pieces=[[0]], num=2)  # its beginning comes again
-@example(prompt=[0, 0, 0, 2, 2, 2, 2, 0, 2, 2], pieces=[[2]], num=2)  # a part of that
-def test_a_sequence_alone_as_a_search_would_find(
+@example(prompt=[0, 0, 1, 0, 1, 0, 0, 1, 0, 1], pieces=[[0]], num=2)  # its beginning occurs again
+@example(prompt=[0, 0, 0, 2, 2, 2, 2, 0, 2, 2], pieces=[[2]], num=2)  # a part of its beginning
+def test_drafts_from_own_tokens_equal_a_full_search(
     prompt: list[int], pieces: list[list[int]], num: int
 ) -> None:
-    """Also where what was found is followed, and in a prompt that is put at once."""
+    """Also while a match is followed, and in a prompt that is indexed in bulk."""
     prompt = prompt * (BULK // max(1, len(prompt)) + 1 if num % 2 else 1)
     made, text = drafter(prompt, Answers(1), ALONE), list(prompt)
     for piece in [[], *pieces]:
@@ -120,23 +120,23 @@ def test_a_sequence_alone_as_a_search_would_find(
     others=st.lists(st.tuples(TEXTS, TEXTS), max_size=5), prompt=TEXTS, num=st.integers(1, 8),
     is_running=st.booleans(),
 )  # fmt: skip
-def test_in_others_answers_as_a_search_would_find(
+def test_drafts_from_other_answers_equal_a_full_search(
     others: list[tuple[list[int], list[int]]], prompt: list[int], num: int, is_running: bool
 ) -> None:
-    """The better of what a sequence has itself and of what they have; theirs, if it is longer."""
-    answers, found = Answers(8), list[Way]()
+    """The draft with more expected tokens wins: from own tokens or from other answers."""
+    answers, found = Answers(8), list[Continuation]()
     running = []
     for other, answer in others:
         made = drafter(other, answers)
-        for token_id in answer:  # in steps, in which it guesses itself
+        for token_id in answer:  # in steps, with drafts of its own
             made.extend([token_id])
             made.propose(num)
         running += [made] if is_running else []
         before = other[-LONG:]
-        found += ways(before + answer, len(before), prompt)
+        found += continuations(before + answer, len(before), prompt)
     own = of_itself(prompt, num, ALL)
-    there = most_frequent(found, num, ALL) if len(prompt) >= LONG else (0.0, [])
-    assert drafter(prompt, answers).propose(num) == (own if own[0] >= there[0] else there)[1]
+    shared = most_frequent(found, num, ALL) if len(prompt) >= LONG else (0.0, [])
+    assert drafter(prompt, answers).propose(num) == (own if own[0] >= shared[0] else shared)[1]
 
 
 OWNERS = st.sampled_from([("", ""), ("ann", ""), ("bob", ""), ("ann", "s"), ("", "s")])
@@ -145,11 +145,11 @@ SMALL = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 @settings(max_examples=60, deadline=None)
 @given(turns=st.lists(st.tuples(OWNERS, st.booleans(), SMALL), max_size=60), data=st.data())
-def test_nothing_is_seen_by_another_tenant_or_under_another_salt(
+def test_drafts_never_leak_between_tenants_or_salts(
     turns: list[tuple[tuple[str, str], bool, list[int]]], data: st.DataObject
 ) -> None:
-    """All say the same and then a secret of their own. There is so little room that pieces pass
-    from one to the other while somebody follows what it has found in them."""
+    """All owners share a prompt, then each adds its secret. There is so little room that pieces
+    change their owner while a drafter follows a match in them."""
     answers = Answers(data.draw(st.integers(1, 3)))
     prompt, names = [0, 1, 2, 3, 0, 1, 2, 3], dict[tuple[str, str], int]()
     running: dict[tuple[str, str], SuffixDrafter] = {}
@@ -162,10 +162,10 @@ def test_nothing_is_seen_by_another_tenant_or_under_another_salt(
         made.extend([token_id + secret * (token_id == 3) for token_id in tokens])
         for each, one in running.items():
             own = 100 * (1 + names[each])
-            assert all(t < 4 or t == own + 3 for t in one.propose(8)), "a secret of somebody else"
+            assert all(t < 4 or t == own + 3 for t in one.propose(8)), "a secret of another owner"
 
 
-def test_others_see_an_answer_only_with_the_same_tenant_and_salt() -> None:
+def test_answers_are_shared_only_within_tenant_and_salt() -> None:
     answers, prompt = Answers(8), [1, 2, 3, 4, 5, 6]
     drafter(prompt, answers, tenant="ann", salt="s").extend([7, 8, 9])
     seen = drafter(prompt, answers, tenant="ann", salt="s").propose(4)
@@ -176,14 +176,14 @@ def test_others_see_an_answer_only_with_the_same_tenant_and_salt() -> None:
     assert drafter(prompt, answers, off, tenant="ann", salt="s").propose(4) == []
 
 
-def test_prompts_are_seen_by_nobody_else() -> None:
+def test_prompts_are_not_shared() -> None:
     answers, prompt = Answers(8), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     drafter(prompt, answers).extend([11])
     assert drafter(prompt[:8], answers).propose(4) == []
     assert drafter(prompt, answers).propose(4) == [11]
 
 
-def test_the_oldest_answers_make_room() -> None:
+def test_oldest_answers_are_evicted() -> None:
     answers = Answers(4)
     for i in range(20):
         drafter([10 * i + j for j in range(6)], answers).extend([1000 + i] * 9)
@@ -192,8 +192,8 @@ def test_the_oldest_answers_make_room() -> None:
     assert seen == [[]] * 16 + [[1000 + i] * 2 for i in range(16, 20)]
 
 
-def test_an_answer_of_many_pieces() -> None:
-    """All of it is found, and what stood before each piece."""
+def test_answer_of_several_pieces_is_found_everywhere() -> None:
+    """Also across the boundaries of its pieces."""
     answers = Answers(8)
     text = list(range(10_000, 10_000 + 3 * PIECE))
     drafter(text[:6], answers).extend(text[6:])
@@ -201,7 +201,7 @@ def test_an_answer_of_many_pieces() -> None:
         assert drafter(text[end - 6 : end], answers).propose(1) == [text[end]]
 
 
-def test_of_a_long_prompt_the_newest_tokens_count() -> None:
+def test_only_the_newest_tokens_of_a_long_prompt_are_indexed() -> None:
     old, new = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]
     filler = list(range(100, 100 + OWN_TOKENS))
     prompt = old + filler[: OWN_TOKENS // 2] + new + filler[OWN_TOKENS // 2 :]
@@ -214,22 +214,22 @@ def test_of_a_long_prompt_the_newest_tokens_count() -> None:
     others=st.lists(st.tuples(TEXTS, TEXTS), max_size=4), prompt=TEXTS,
     ahead=st.lists(st.integers(0, 2), min_size=1, max_size=6), num=st.integers(1, 8),
 )  # fmt: skip
-def test_drafts_after_drafts_as_a_search_would_find(
+def test_drafts_after_drafts_equal_a_full_search(
     others: list[tuple[list[int], list[int]]], prompt: list[int], ahead: list[int], num: int
 ) -> None:
-    """The end of its own text cuts a draft off, since the tokens there are not known."""
-    answers, found = Answers(8), list[Way]()
+    """A draft stops at the end of the sequence's own text: later tokens are not known."""
+    answers, found = Answers(8), list[Continuation]()
     for other, answer in others:
         drafter(other, answers).extend(answer)
         before = other[-LONG:]
-        found += ways(before + answer, len(before), prompt + ahead)
+        found += continuations(before + answer, len(before), prompt + ahead)
     made = drafter(prompt, answers)
     first = made.propose(num)
     after = made.propose(num, ahead)
     if len(prompt) < LONG:
         assert after == []
         return
-    own = most_frequent(ways(prompt, 0, prompt + ahead), num, ALL)
-    there = most_frequent(found, num, ALL)
-    assert after == (own if own[0] >= there[0] else there)[1]
-    assert made.propose(num) == first, "what it has found for its own end is as it was"
+    own = most_frequent(continuations(prompt, 0, prompt + ahead), num, ALL)
+    shared = most_frequent(found, num, ALL)
+    assert after == (own if own[0] >= shared[0] else shared)[1]
+    assert made.propose(num) == first, "the match of its own end is unchanged"

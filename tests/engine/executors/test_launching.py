@@ -1,4 +1,4 @@
-"""An executor that launches ahead: order, what fails, what poisons the device, the end."""
+"""An executor that launches ahead: order, failed launches, device errors, and its close."""
 
 import queue
 import threading
@@ -23,7 +23,7 @@ def plan(number: int) -> Plan:
 
 
 class Step:
-    """Done when the test says so."""
+    """A step that ends when the test puts a value into its gate."""
 
     def __init__(self, step: Plan) -> None:
         self._step = step
@@ -40,7 +40,7 @@ class Step:
 
 
 class Runner:
-    """Launches what it gets, but for plans that it shall refuse."""
+    """Launches every plan except the refused ones."""
 
     launches = True
 
@@ -81,7 +81,7 @@ def executor(runner: Runner) -> Any:
     made.close()
 
 
-def test_a_step_is_launched_before_the_last_one_has_ended(
+def test_step_is_launched_before_the_last_one_has_ended(
     executor: LaunchingExecutor, runner: Runner
 ) -> None:
     rung: queue.Queue[None] = queue.Queue()
@@ -90,7 +90,7 @@ def test_a_step_is_launched_before_the_last_one_has_ended(
     executor.submit(plan(2))
     first, second = (runner.launched.get(timeout=WAIT_S) for _ in range(2))
     assert not executor.is_ready()
-    second.gate.put("")  # it cannot overtake
+    second.gate.put("")  # its result cannot overtake the first one's
     assert rung.empty() and not executor.is_ready()
     first.gate.put("")
     rung.get(timeout=WAIT_S)
@@ -98,7 +98,7 @@ def test_a_step_is_launched_before_the_last_one_has_ended(
     assert [executor.next_result().step_id for _ in range(2)] == [1, 2]
 
 
-def test_what_cannot_be_launched_takes_what_is_built_on_it_along(
+def test_failed_launch_fails_the_plans_in_flight_after_it(
     executor: LaunchingExecutor, runner: Runner
 ) -> None:
     runner.refuses = {2}
@@ -109,22 +109,20 @@ def test_what_cannot_be_launched_takes_what_is_built_on_it_along(
     assert [result.error for result in results] == [
         None, "ValueError: no 2", "a step before it failed"
     ]  # fmt: skip
-    assert runner.launched.empty(), "the third was launched"
-    executor.submit(plan(4))  # nothing is built on the failed one any more
+    assert runner.launched.empty(), "the third plan was launched"
+    executor.submit(plan(4))  # does not depend on the failed plan
     runner.launched.get(timeout=WAIT_S).gate.put("")
     assert executor.next_result().error is None
 
 
-def test_what_the_device_meets_with_ends_the_engine(
-    executor: LaunchingExecutor, runner: Runner
-) -> None:
+def test_device_error_ends_the_engine(executor: LaunchingExecutor, runner: Runner) -> None:
     executor.submit(plan(1))
     runner.launched.get(timeout=WAIT_S).gate.put("an illegal memory access")
     with pytest.raises(EngineError, match="illegal memory access.*restart the process"):
         executor.next_result()
 
 
-def test_a_launch_that_cannot_be_repeated_ends_the_engine(
+def test_partial_launch_ends_the_engine(
     executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launch(step: Plan, masks: MaskPromise | None = None) -> Step:
@@ -136,7 +134,7 @@ def test_a_launch_that_cannot_be_repeated_ends_the_engine(
         executor.next_result()
 
 
-def test_a_device_that_is_lost_at_a_launch(
+def test_device_lost_at_a_launch_ends_the_engine(
     executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_lost(device: Any) -> None:
@@ -149,9 +147,7 @@ def test_a_device_that_is_lost_at_a_launch(
         executor.next_result()
 
 
-def test_idle_moments_are_used_until_nothing_is_left(
-    executor: LaunchingExecutor, runner: Runner
-) -> None:
+def test_idle_work_runs_until_none_is_left(executor: LaunchingExecutor, runner: Runner) -> None:
     executor.submit(plan(1))
     runner.launched.get(timeout=WAIT_S).gate.put("")
     assert executor.next_result().error is None
@@ -160,10 +156,10 @@ def test_idle_moments_are_used_until_nothing_is_left(
     assert runner.idles == 3
 
 
-def test_between_two_steps_nothing_else_is_done(
+def test_no_idle_work_runs_between_two_steps(
     executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with one plan in flight, when each result leaves nothing to do for a moment."""
+    """Even with one plan in flight, when the thread is briefly idle after each result."""
     monkeypatch.setattr(threaded, "IDLE_S", WAIT_S)
     for number in range(5):
         executor.submit(plan(number))
@@ -173,10 +169,10 @@ def test_between_two_steps_nothing_else_is_done(
     assert runner.idles == 0
 
 
-def test_a_device_that_works_is_not_idle(
+def test_no_idle_work_runs_while_a_step_runs(
     executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread has nothing to launch, but the next plan shall not wait for anything."""
+    """The thread has nothing to launch, but idle work would delay the next plan."""
     monkeypatch.setattr(threaded, "IDLE_S", 0.0)
     executor.submit(plan(1))
     runner.launched.get(timeout=WAIT_S).gate.put("")
@@ -192,7 +188,7 @@ def test_a_device_that_works_is_not_idle(
     executor.next_result()
 
 
-def test_closing_waits_for_what_was_launched(executor: LaunchingExecutor, runner: Runner) -> None:
+def test_close_waits_for_launched_steps(executor: LaunchingExecutor, runner: Runner) -> None:
     executor.submit(plan(1))
     step = runner.launched.get(timeout=WAIT_S)
     closing = threading.Thread(target=executor.close)
@@ -205,10 +201,10 @@ def test_closing_waits_for_what_was_launched(executor: LaunchingExecutor, runner
         executor.submit(plan(2))
 
 
-def test_closing_waits_for_what_idle_moments_launched(
+def test_close_checks_the_device_after_idle_work(
     executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a device that is lost does not keep anybody from closing."""
+    """A lost device does not prevent the close."""
     seen: list[int] = []
 
     def is_lost(device: Any) -> None:

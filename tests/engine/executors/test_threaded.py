@@ -1,4 +1,4 @@
-"""The model on a separate thread: the same answers, failures, ends and heartbeats."""
+"""The model on a separate thread: answers, failures, closing and heartbeats."""
 
 import gc
 import os
@@ -30,7 +30,7 @@ from tests.support.engine.failing_core import Bench, prompt, with_poison
 from tests.support.models.reference_checkpoints import checkpoint
 
 WAIT_S = 60.0  # a limit, not a time that passes
-AGAIN_S = 5.0  # between two presses of Ctrl-C, of which the second is rarely needed
+AGAIN_S = 5.0  # between two presses of Ctrl-C; a second one is rarely needed
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def folder() -> Path:
 
 
 class Gated(RandomExecutor):
-    """Carries out a plan when it is let through. began: set when the first one has."""
+    """Carries out a plan for each release of the gate. began: set when the first plan arrives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def gated() -> Iterator[tuple[Gated, ThreadedExecutor]]:
     executor.close()
 
 
-def test_submit_does_not_wait_and_results_ring(gated: tuple[Gated, ThreadedExecutor]) -> None:
+def test_submit_does_not_block_and_results_ring(gated: tuple[Gated, ThreadedExecutor]) -> None:
     inner, executor = gated
     rung = threading.Semaphore(0)
     executor.start(rung.release)
@@ -89,10 +89,10 @@ def test_submit_does_not_wait_and_results_ring(gated: tuple[Gated, ThreadedExecu
     assert inner.threads == {"quire-device"}
 
 
-def test_plans_behind_a_failed_one_are_not_carried_out(
+def test_plans_in_flight_after_a_failed_one_are_not_run(
     gated: tuple[Gated, ThreadedExecutor],
 ) -> None:
-    """Until all were answered; then the next one is."""
+    """Once their results are taken, the next plan runs again."""
     inner, executor = gated
     inner.fails = lambda plan: plan.step_id == 1
     inner.gate.release(100)
@@ -105,7 +105,7 @@ def test_plans_behind_a_failed_one_are_not_carried_out(
     assert inner.ran == [0, 1, 4]
 
 
-def test_closing_waits_for_the_present_step_only(gated: tuple[Gated, ThreadedExecutor]) -> None:
+def test_close_waits_only_for_the_running_step(gated: tuple[Gated, ThreadedExecutor]) -> None:
     inner, executor = gated
     for step_id in range(3):
         executor.submit(Plan(step_id))
@@ -120,10 +120,10 @@ def test_closing_waits_for_the_present_step_only(gated: tuple[Gated, ThreadedExe
     executor.close()
 
 
-def test_an_interrupt_is_the_callers_and_the_step_goes_on(
+def test_interrupt_reaches_the_caller_and_the_step_continues(
     gated: tuple[Gated, ThreadedExecutor],
 ) -> None:
-    """Ctrl-C while the main thread waits for a result: the result is there afterwards."""
+    """Ctrl-C while the main thread waits for a result: the result can be taken afterwards."""
     inner, executor = gated
     executor.submit(Plan(7))
     assert inner.began.wait(WAIT_S)
@@ -133,7 +133,7 @@ def test_an_interrupt_is_the_callers_and_the_step_goes_on(
     is_raised = threading.Event()
 
     def press() -> None:
-        """Send real signals. One that arrives just before the wait begins does not end it."""
+        """Send real signals. A signal just before the wait does not end it."""
         signal.pthread_kill(main, signal.SIGINT)
         while not is_raised.wait(AGAIN_S):
             signal.pthread_kill(main, signal.SIGINT)
@@ -149,7 +149,7 @@ def test_an_interrupt_is_the_callers_and_the_step_goes_on(
     assert executor.next_result().step_id == 7
 
 
-def test_what_breaks_the_executor_stops_the_core() -> None:
+def test_error_of_the_executor_stops_the_core() -> None:
     config = SchedulerConfig(4, 16, pipeline_depth=2)
     scheduler, inner = dry_run(8, 4, config, 32, False)
 
@@ -165,7 +165,7 @@ def test_what_breaks_the_executor_stops_the_core() -> None:
     core.close()
 
 
-def test_a_core_that_nobody_holds_takes_its_thread_along(folder: Path) -> None:
+def test_unreferenced_core_ends_its_thread_and_frees_the_runner(folder: Path) -> None:
     bench = threaded_bench(folder, 2)
     bench.add("a", prompt(1, 9), 3)
     bench.finish()
@@ -177,7 +177,7 @@ def test_a_core_that_nobody_holds_takes_its_thread_along(folder: Path) -> None:
     assert not thread.is_alive() and runner() is None
 
 
-def test_what_a_function_raises_comes_back() -> None:
+def test_device_thread_returns_results_and_errors_of_calls() -> None:
     thread = DeviceThread()
     assert thread.call(lambda: threading.current_thread().name) == "quire-device"
     with pytest.raises(ZeroDivisionError):
@@ -198,7 +198,7 @@ def threaded_bench(folder: Path, depth: int, **settings: object) -> Bench:
 
 
 @pytest.mark.parametrize(("depth", "when"), in_turn((1, 2, 3), ("before", "after")))
-def test_a_step_that_raises_fails_one_request_only(folder: Path, depth: int, when: str) -> None:
+def test_step_that_raises_fails_only_one_request(folder: Path, depth: int, when: str) -> None:
     bench = threaded_bench(folder, depth, when=when, max_num_seqs=3)
     bench.add("before", prompt(1, 9), 3)
     bench.add("poisoned", with_poison(prompt(2, 20), 11))
@@ -211,8 +211,8 @@ def test_a_step_that_raises_fails_one_request_only(folder: Path, depth: int, whe
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_steps_that_fail_by_chance_and_aborts(folder: Path, depth: int) -> None:
-    """As when memory is short for moments, while requests come and go: nobody else notices."""
+def test_random_step_failures_and_aborts_fail_no_other_request(folder: Path, depth: int) -> None:
+    """As when memory is short for moments. All other requests get exact answers."""
     bench = threaded_bench(folder, depth, max_num_seqs=3)
     names = [f"r{i}" for i in range(8)]
     for i, name in enumerate(names):
@@ -230,11 +230,13 @@ def test_steps_that_fail_by_chance_and_aborts(folder: Path, depth: int) -> None:
     bench.core.close()
 
 
-# ---- signs of life, and when to plan -------------------------------------------------------------
+# ---- heartbeats, and when to plan ----------------------------------------------------------------
 
 
-def test_a_step_that_hangs_is_seen(tmp_path: Path, gated: tuple[Gated, ThreadedExecutor]) -> None:
-    """Also if another plan is handed over behind it, and messages come in."""
+def test_heartbeat_detects_a_hanging_step(
+    tmp_path: Path, gated: tuple[Gated, ThreadedExecutor]
+) -> None:
+    """Even if another plan is submitted after it."""
     inner, threaded = gated
     clock, reader = FakeClock(100.0), HeartbeatReader(tmp_path / "beat")
     beat = Heartbeat(tmp_path / "beat", 0.0)
@@ -246,19 +248,19 @@ def test_a_step_that_hangs_is_seen(tmp_path: Path, gated: tuple[Gated, ThreadedE
     clock.advance(5.0)
     assert reader.is_stuck(clock.now())
     inner.gate.release()
-    executor.next_result()  # it was only slow: the one behind it has ten times that
+    executor.next_result()  # it was only slow: the next step gets ten times that
     assert not reader.is_stuck(clock.now() + 100.0)
     assert reader.is_stuck(clock.now() + 120.0)
     inner.gate.release()
     executor.next_result()
-    beat.wait(clock.now(), 1.0)  # at rest it promises its next look
+    beat.wait(clock.now(), 1.0)  # an idle core sets the next deadline
     assert not reader.is_stuck(clock.now() + 10.9)
     assert reader.is_stuck(clock.now() + 11.1)
 
 
-def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
-    """Steps of a second: the core plans behind the present one when it is nearly over, and a
-    request that came by then is in that plan."""
+def test_next_plan_waits_for_requests_that_arrive_during_a_step() -> None:
+    """A step takes a second. The core makes the next plan shortly before the step ends, so the plan
+    includes requests that arrived until then."""
     clock, inner = FakeClock(50.0), Gated()
     config = SchedulerConfig(4, 16, pipeline_depth=2)
     scheduler, _ = dry_run(32, 4, config, 32, False)
@@ -269,7 +271,7 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
     assert core.rest_s() is None
     core.add(dry_request("first", [1, 2], 12))
     assert core.rest_s() == 0.0
-    for _ in range(2):  # nothing is known of the steps' time: both are planned at once
+    for _ in range(2):  # step times are unknown: both plans are made immediately
         core.advance()
     assert [flight.plan.step_id for flight in scheduler.planner.in_flight] == [0, 1]
     assert core.rest_s() is None
@@ -279,7 +281,7 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
     assert core.rest_s() == 0.0
     assert len(core.advance().rows) == 1
     pause = core.rest_s()
-    assert pause == pytest.approx(SHARE / 2 - LEAD_S)  # half as many tokens as the step before
+    assert pause == pytest.approx(SHARE / 2 - LEAD_S)  # half of the last step's tokens
     assert not core.advance() and len(scheduler.planner.in_flight) == 1
     core.add(dry_request("second", [3, 4], 2))
     clock.advance(pause + 0.01)
@@ -292,7 +294,7 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
     core.close()
 
 
-def test_steps_are_expected_to_take_no_more_time_than_the_last_one() -> None:
+def test_expected_step_time_is_bounded_by_the_last_step() -> None:
     in_flight = InFlight(1)
 
     def begin(num_tokens: int, now_s: float) -> None:
@@ -306,12 +308,12 @@ def test_steps_are_expected_to_take_no_more_time_than_the_last_one() -> None:
     assert in_flight.due_s == pytest.approx(12.0 + SHARE * 1.0 - LEAD_S)
     begin(100, 12.0)
     assert in_flight.due_s == pytest.approx(12.0 + SHARE * 3.0 - LEAD_S)
-    in_flight.end(12.001)  # so short that there is no time to wait
+    in_flight.end(12.001)  # too short to wait
     assert in_flight.due_s == 12.001
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has one priority")
-def test_steps_come_before_a_thread_in_the_background() -> None:
+def test_background_threads_have_a_lower_priority() -> None:
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
