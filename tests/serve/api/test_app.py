@@ -1,4 +1,4 @@
-"""What all routes share: request ids, CORS, and the modules that an API process imports."""
+"""Properties of all routes: request ids, CORS, and the modules that an API process imports."""
 
 import subprocess
 import sys

@@ -143,7 +143,7 @@ def test_stream_has_all_token_ids_of_a_withheld_tool_call(openai_client: openai.
     assert sum(len(choice.logprobs.content) for choice in choices) == len(expected)
 
 
-TWO: list[dict[str, Any]] = [
+TWO_TOOLS: list[dict[str, Any]] = [
     *TOOLS,
     {"type": "function", "function": {"name": "get_time", "strict": True, "parameters": {
         "type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"],
@@ -159,10 +159,10 @@ def test_forced_tool_choice_yields_a_call(
     openai_client: openai.OpenAI, stream: bool, choice: Any
 ) -> None:
     """The model would not call a tool here. OpenAI's finish_reason for a named tool is stop."""
-    free = direct(SMALLTALK, ChatOptions(tools=TWO), max_tokens=40).outputs[0].text
+    free = direct(SMALLTALK, ChatOptions(tools=TWO_TOOLS), max_tokens=40).outputs[0].text
     assert "<tool_call>" not in free
     answer = openai_client.chat.completions.create(
-        **FORCED, tools=TWO, tool_choice=choice, stream=stream
+        **FORCED, tools=TWO_TOOLS, tool_choice=choice, stream=stream
     )
     if stream:
         chunks = [chunk.choices[0] for chunk in answer]
@@ -185,7 +185,7 @@ def test_forced_tool_choice_yields_a_call(
 def test_allowed_tools_restrict_the_call(openai_client: openai.OpenAI) -> None:
     allowed = {"mode": "required", "tools": [NAMED]}
     answer = openai_client.chat.completions.create(
-        **FORCED, tools=TWO, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
+        **FORCED, tools=TWO_TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
     )
     [call] = answer.choices[0].message.tool_calls
     assert call.function.name == "get_time"
@@ -229,7 +229,7 @@ def test_response_format_with_tools_gives_json_or_a_call(openai_client: openai.O
     schema = {"type": "object", "properties": {"mood": {"enum": ["good", "bad"]}},
               "required": ["mood"], "additionalProperties": False}  # fmt: skip
     answer = openai_client.chat.completions.create(
-        **FORCED, tools=TWO,
+        **FORCED, tools=TWO_TOOLS,
         response_format={"type": "json_schema", "json_schema": {"name": "m", "schema": schema}},
     )  # fmt: skip
     [choice] = answer.choices

@@ -14,7 +14,7 @@ from tests.serve.api.conftest import MakeContext
 
 LIMIT = 4096
 BODY = json.dumps({"prompt": "Once upon a time, there was a little fox. " * 20}).encode()
-PACKED = gzip.compress(BODY, mtime=0)
+GZIPPED = gzip.compress(BODY, mtime=0)
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def post(api: TestClient, body: bytes, coding: str, size: int | None = None) -> 
 @pytest.mark.parametrize(
     ("coding", "body"),
     [
-        ("gzip", PACKED),
-        ("GZip", PACKED),
-        ("x-gzip", PACKED),
-        ("identity, gzip", PACKED),
+        ("gzip", GZIPPED),
+        ("GZip", GZIPPED),
+        ("x-gzip", GZIPPED),
+        ("identity, gzip", GZIPPED),
         ("deflate", zlib.compress(BODY)),
         ("identity", BODY),
         ("", BODY),
@@ -57,7 +57,7 @@ def test_unsupported_encodings_give_415_with_accept_encoding(
     small: TestClient, coding: str
 ) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": coding.encode("latin-1")}
-    response = small.post("/tokenize", content=PACKED, headers=headers)
+    response = small.post("/tokenize", content=GZIPPED, headers=headers)
     assert response.status_code == 415
     assert response.headers["accept-encoding"] == "gzip, deflate"
     assert response.json()["error"]["code"] == "unsupported_encoding"
@@ -67,12 +67,12 @@ def test_unsupported_encodings_give_415_with_accept_encoding(
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (PACKED[:-9], "it ends too early"),
-        (PACKED[:30], "it ends too early"),
-        (PACKED + b"more", "it has data after its end"),
-        (PACKED + PACKED, "it has data after its end"),
+        (GZIPPED[:-9], "it ends too early"),
+        (GZIPPED[:30], "it ends too early"),
+        (GZIPPED + b"more", "it has data after its end"),
+        (GZIPPED + GZIPPED, "it has data after its end"),
         (BODY, "it is not valid in that encoding"),
-        (PACKED[:-8] + bytes(8), "it is not valid in that encoding"),
+        (GZIPPED[:-8] + bytes(8), "it is not valid in that encoding"),
     ],
     ids=lambda value: value if isinstance(value, str) else "body",
 )
@@ -100,12 +100,12 @@ def test_decompression_stops_at_the_size_limit(
 
     take = Decoder.take
 
-    def noted(self: Decoder, data: bytes, most: int, is_last: bool) -> bytes:
+    def recorded_take(self: Decoder, data: bytes, most: int, is_last: bool) -> bytes:
         found = take(self, data, most, is_last)
         sizes.append(len(found))
         return found
 
-    monkeypatch.setattr(Decoder, "take", noted)
+    monkeypatch.setattr(Decoder, "take", recorded_take)
     bomb = gzip.compress(b" " * 100_000_000)
     assert len(bomb) > LIMIT
     assert post(small, bomb, "gzip", 2000).status_code == 413
@@ -114,5 +114,5 @@ def test_decompression_stops_at_the_size_limit(
 
 def test_body_is_not_decompressed_without_a_key(make_context: MakeContext) -> None:
     with TestClient(create_app(make_context(api_key=("k",)))) as api:
-        assert post(api, PACKED, "gzip").status_code == 401
+        assert post(api, GZIPPED, "gzip").status_code == 401
         assert post(api, b"nonsense", "br").status_code == 401

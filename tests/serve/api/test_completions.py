@@ -252,7 +252,7 @@ def test_cached_tokens_are_counted_for_each_cache_salt(openai_client: openai.Ope
     assert [cached("a"), cached("a"), cached("b")] == [0, 32, 0]
 
 
-def test_usage_reports_cache_tiers_and_to_named_users_the_miss(
+def test_usage_reports_cache_tiers_and_misses_of_the_same_user(
     openai_client: openai.OpenAI,
 ) -> None:
     """A miss is reported only by comparison with prompts of the same user."""

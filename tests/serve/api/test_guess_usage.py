@@ -60,7 +60,7 @@ def usage_of(api: TestClient, path: str, body: dict[str, Any]) -> dict[str, Any]
 def test_usage_counts_accepted_and_rejected_draft_tokens(
     api: TestClient, path: str, stream: bool, n: int
 ) -> None:
-    """A bias favors few tokens, so the text repeats itself. Sequences may end within drafts."""
+    """A bias favours few tokens, so the text repeats itself. Sequences may end within drafts."""
     prompt = {"prompt": TEXT} if path == "/v1/completions" else {"messages": MESSAGES}
     body = prompt | {
         "model": "demo", "n": n, "max_tokens": 40, "seed": 5, "temperature": 2.0, "stream": stream,

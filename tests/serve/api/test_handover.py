@@ -1,6 +1,6 @@
 """Disaggregated serving: one server computes a prompt, and another one generates the answer.
 
-The requests are those of vLLM's routers, for completions and chat, whole and streamed.
+The tests send the requests of vLLM's routers, for completions and chat, whole and streamed.
 """
 
 import json
@@ -19,8 +19,8 @@ from tests.serve.api.conftest import MODEL
 from tests.support.serve.fake_client import FakeClient
 
 TEXT = "Once upon a time there was a little fox who lived in a forest with its mother. " * 3
-# What vLLM's proxy and llm-d's sidecar send to the first server.
-FIRST_LEG = {
+# The params that vLLM's proxy and llm-d's sidecar send to the first server.
+PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -78,19 +78,19 @@ def test_second_server_continues_from_the_first_servers_blocks(
     body = BODIES[path] | {"temperature": 0, "cache_salt": path}
     alone = first.post(path, json=body | {"max_tokens": 12}).json()
     assert "kv_transfer_params" not in alone
-    leg = {"max_tokens": 1, "stream": False, "kv_transfer_params": FIRST_LEG}
-    handover = first.post(path, json=body | leg).json()["kv_transfer_params"]
+    transfer = {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL}
+    handover = first.post(path, json=body | transfer).json()["kv_transfer_params"]
     assert handover["do_remote_prefill"] is True and handover["do_remote_decode"] is False
     assert handover["remote_num_blocks"] >= 4 and len(handover["remote_block_ids"]) == 1
-    leg = {"max_tokens": 12, "kv_transfer_params": handover | {"tp_size": 1, "unknown": [1]}}
-    answer = second.post(path, json=body | leg).json()
+    transfer = {"max_tokens": 12, "kv_transfer_params": handover | {"tp_size": 1, "unknown": [1]}}
+    answer = second.post(path, json=body | transfer).json()
     assert text_of(answer) == text_of(alone)
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     num_prompt = answer["usage"]["prompt_tokens"]
     assert handover["remote_num_blocks"] == num_prompt // 16
     assert cached == (num_prompt - 1) // 16 * 16, "the second server computes the last token"
     assert "kv_transfer_params" not in answer
-    streamed = second.post(path, json=body | leg | {"stream": True})
+    streamed = second.post(path, json=body | transfer | {"stream": True})
     assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
 
 
@@ -101,9 +101,9 @@ def test_stream_sends_transfer_params_with_the_finish_reason(
 ) -> None:
     """They equal those of a whole response."""
     body = BODIES[path] | {"temperature": 0, "cache_salt": f"stream {path}", "max_tokens": 4}
-    leg = {"kv_transfer_params": FIRST_LEG}
-    handover = pair[0].post(path, json=body | leg).json()["kv_transfer_params"]
-    streamed = pair[0].post(path, json=body | leg | {"stream": True} | more).text
+    transfer = {"kv_transfer_params": PREFILL}
+    handover = pair[0].post(path, json=body | transfer).json()["kv_transfer_params"]
+    streamed = pair[0].post(path, json=body | transfer | {"stream": True} | more).text
     lines = [line for line in streamed.splitlines() if line.startswith("data: {")]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
     with_params = [chunk for chunk in chunks if "kv_transfer_params" in chunk]
@@ -113,9 +113,7 @@ def test_stream_sends_transfer_params_with_the_finish_reason(
     assert "kv_transfer_params" not in plain
 
 
-def test_invalid_transfer_params_are_refused_and_empty_ones_accepted(
-    pair: list[TestClient]
-) -> None:
+def test_invalid_transfer_params_are_refused_empty_ones_accepted(pair: list[TestClient]) -> None:
     body = {"prompt": "Hi", "max_tokens": 1}
     for invalid in ({"do_remote_decode": "maybe"}, {str(i): 0 for i in range(65)}):
         answer = pair[0].post("/v1/completions", json=body | {"kv_transfer_params": invalid})
@@ -127,6 +125,6 @@ def test_invalid_transfer_params_are_refused_and_empty_ones_accepted(
 
 
 def test_several_prompts_get_no_transfer_params(pair: list[TestClient]) -> None:
-    body = {"prompt": [TEXT, TEXT + "It was"], "max_tokens": 1, "kv_transfer_params": FIRST_LEG}
+    body = {"prompt": [TEXT, TEXT + "It was"], "max_tokens": 1, "kv_transfer_params": PREFILL}
     answer = pair[0].post("/v1/completions", json=body).json()
     assert len(answer["choices"]) == 2 and "kv_transfer_params" not in answer

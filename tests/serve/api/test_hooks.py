@@ -184,8 +184,8 @@ def test_token_ids_do_not_bypass_the_prompt_hook(api: TestClient, api_context: A
     for prompt in (ids, [[5], ids]):
         answer = api.post(COMPLETIONS, json={"prompt": prompt, **GREEDY})
         assert answer.json()["error"]["code"] == "content_filter"
-    odd = [*ids, 1 << 20]  # truncation could remove the invalid token
-    for prompt in (odd, [odd], [True, *ids], [-1]):
+    bad_ids = [*ids, 1 << 20]  # truncation could remove the invalid token
+    for prompt in (bad_ids, [bad_ids], [True, *ids], [-1]):
         body = {"prompt": prompt, "truncate_prompt_tokens": 3, "truncation_side": "right"}
         assert api.post(COMPLETIONS, json=body).json()["error"]["param"] == "prompt"
     assert api_context.client.num_generated == 0
