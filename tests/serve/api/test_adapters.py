@@ -1,4 +1,4 @@
-"""Adapters as models of the server: the body's `model` chooses one; who may load and unload."""
+"""Adapters as models of the server: selection by `model`, and permissions to load and unload."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "temperature":
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with adapters: a, b, deep/c, and two that do not fit."""
+    """A directory with adapters: a, b, deep/c, a.gguf, and two that the demo model cannot use."""
     folder = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("a", "b", "deep/c")):
         write_demo_adapter(folder / name, 4 + seed, seed=seed)
@@ -64,7 +64,7 @@ def app(adapted: Engine) -> FastAPI:
 
 @pytest.fixture
 def api(app: FastAPI, adapted: Engine, adapters: Path) -> Iterator[TestClient]:
-    """A server without keys, which may load the adapters; its context is as new for each test."""
+    """A server without keys that may load the adapters. Each test gets a fresh context."""
     app.state.context.__dict__ = vars(context_of(adapted, lora_roots=(str(adapters),)))
     with TestClient(app) as client:
         yield client
@@ -84,7 +84,7 @@ def text(api: TestClient, model: str, path: str = "/v1/completions", **more: Any
     return found
 
 
-def test_a_loaded_adapter_is_a_model(api: TestClient, adapters: Path) -> None:
+def test_loaded_adapter_is_served_as_a_model(api: TestClient, adapters: Path) -> None:
     base = text(api, "demo")
     answer = load(api, "first", "a")
     assert answer.status_code == 200 and "added successfully" in answer.text
@@ -103,8 +103,8 @@ def test_a_loaded_adapter_is_a_model(api: TestClient, adapters: Path) -> None:
     assert "demo, first, second" in unknown.json()["error"]["message"]
 
 
-def test_an_adapter_changes_the_fingerprint_of_its_answers(api: TestClient) -> None:
-    """Of whole answers and of streams, in the weights alone."""
+def test_adapter_changes_the_fingerprint_of_its_responses(api: TestClient) -> None:
+    """In whole responses and in streams; only the weights part differs."""
     load(api, "first", "a")
     load(api, "second", "b")
     found = {}
@@ -121,12 +121,12 @@ def test_an_adapter_changes_the_fingerprint_of_its_answers(api: TestClient) -> N
     assert differing_parts(found["first"], found["second"]) == ["weights"]
 
 
-def test_a_gguf_file_is_an_adapter(api: TestClient) -> None:
+def test_gguf_file_loads_as_an_adapter(api: TestClient) -> None:
     assert load(api, "first", "a").status_code == load(api, "second", "a.gguf").status_code == 200
     assert text(api, "first") == text(api, "second") != text(api, "demo")
 
 
-def test_an_unloaded_adapter_is_unknown(api: TestClient) -> None:
+def test_unloaded_adapter_is_unknown(api: TestClient) -> None:
     load(api, "first", "a")
     body = {"lora_name": "first", "lora_int_id": 1}
     assert "removed successfully" in api.post("/v1/unload_lora_adapter", json=body).text
@@ -135,7 +135,7 @@ def test_an_unloaded_adapter_is_unknown(api: TestClient) -> None:
     assert again.status_code == 404 and again.json()["error"]["param"] == "lora_name"
 
 
-def test_a_name_is_taken_once_unless_it_is_replaced(api: TestClient) -> None:
+def test_loading_a_used_name_needs_load_inplace(api: TestClient) -> None:
     load(api, "first", "a")
     before = text(api, "first")
     for name in ("first", "demo"):
@@ -165,7 +165,7 @@ def test_a_name_is_taken_once_unless_it_is_replaced(api: TestClient) -> None:
         ("x" * 200, "a", 400, "lora_name"),
     ],
 )
-def test_adapters_that_cannot_be_loaded(
+def test_invalid_adapters_names_and_paths_are_refused(
     api: TestClient, name: str, path: str, status: int, message: str
 ) -> None:
     answer = load(api, name, path)
@@ -175,7 +175,7 @@ def test_adapters_that_cannot_be_loaded(
     assert text(api, "demo")
 
 
-def test_a_link_out_of_the_root_is_not_followed(
+def test_symlink_out_of_the_root_is_refused(
     api: TestClient, adapters: Path, tmp_path: Path
 ) -> None:
     link = adapters / "link"
@@ -186,7 +186,7 @@ def test_a_link_out_of_the_root_is_not_followed(
         link.unlink()
 
 
-def test_keys(adapted: Engine, adapters: Path) -> None:
+def test_keys_limit_loading_and_unloading(adapted: Engine, adapters: Path) -> None:
     boss, one = ({"Authorization": f"Bearer {key}"} for key in ("boss", "one"))
     context = context_of(adapted, api_key=KEYS, admin_api_key=("boss",))
     with TestClient(create_app(context)) as api:
@@ -205,20 +205,20 @@ def test_keys(adapted: Engine, adapters: Path) -> None:
         assert api.get("/v1/models/x", headers=one).json()["root"] == "x"
 
 
-def test_a_server_without_roots(adapted: Engine) -> None:
+def test_server_without_lora_roots_refuses_loading(adapted: Engine) -> None:
     with TestClient(create_app(context_of(adapted))) as api:
         assert load(api, "x", "a").status_code == 403
         assert api.post("/v1/unload_lora_adapter", json={"lora_name": "x"}).status_code == 403
 
 
-def test_an_engine_without_adapters(api_context: ApiContext, adapters: Path) -> None:
+def test_engine_without_lora_refuses_loading(api_context: ApiContext, adapters: Path) -> None:
     api_context.config = ServerConfig(lora_roots=(str(adapters),))
     with TestClient(create_app(api_context)) as api:
         answer = load(api, "x", "a")
         assert answer.status_code == 400 and "--enable-lora" in answer.text
 
 
-def test_adapters_of_the_settings(adapted: Engine, adapters: Path) -> None:
+def test_lora_modules_are_loaded_at_the_start(adapted: Engine, adapters: Path) -> None:
     modules = (f"x={adapters / 'a'}", f'{{"name": "y", "path": "{adapters / "b"}"}}')
     context = context_of(adapted, lora_modules=modules)
     asyncio.run(add_configured(context))
@@ -244,11 +244,11 @@ def test_settings_are_checked_before_the_model_is_loaded(adapters: Path) -> None
             check_adapters(EngineConfig(), server)
 
 
-# ---- scales, as llama.cpp has them -----------------------------------------------------------
+# ---- adapter scales of llama.cpp's API -------------------------------------------------------
 
 
 def scaled(api: TestClient, scales: Mapping[int, float] | None, path: str = "/completion") -> str:
-    """The text of a request to the base model with these scales; None: without the field."""
+    """Return the text of a request to the base model. scales: None leaves out the field `lora`."""
     body: dict[str, Any] = {"temperature": 0, "n_predict": 6, "ignore_eos": True, "prompt": [5, 6]}
     if path != "/completion":
         body = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -264,7 +264,7 @@ def scaled(api: TestClient, scales: Mapping[int, float] | None, path: str = "/co
 
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions"])
-def test_a_request_has_scales_of_its_own(api: TestClient, path: str) -> None:
+def test_request_scales_select_and_weight_adapters(api: TestClient, path: str) -> None:
     assert load(api, "first", "a").status_code == load(api, "second", "b").status_code == 200
     base = scaled(api, None, path)
     texts = [scaled(api, each, path) for each in ({0: 1}, {1: 1}, {0: 1, 1: 1}, {0: -1.5, 1: 0.5})]
@@ -277,7 +277,7 @@ def test_a_request_has_scales_of_its_own(api: TestClient, path: str) -> None:
         assert named.json()["content"] == texts[0]
 
 
-def test_scales_of_all_requests(api: TestClient, adapters: Path) -> None:
+def test_default_scales_apply_to_requests_without_lora(api: TestClient, adapters: Path) -> None:
     assert api.get("/lora-adapters").json() == []
     load(api, "first", "a")
     load(api, "second", "b")
@@ -291,7 +291,7 @@ def test_scales_of_all_requests(api: TestClient, adapters: Path) -> None:
     ]  # fmt: skip
     assert listed[0]["path"] == str(adapters / "a")
     assert scaled(api, None) == both and scaled(api, {}) == base
-    assert text(api, "second") != text(api, "demo")  # an adapter's own name has its scale alone
+    assert text(api, "second") != text(api, "demo")  # an adapter's name uses that adapter alone
     assert api.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 200
     assert scaled(api, None) == first
     load(api, "third", "b")
@@ -316,7 +316,7 @@ def test_scales_of_all_requests(api: TestClient, adapters: Path) -> None:
         "first",
     ],
 )
-def test_scales_that_are_refused(api: TestClient, lora: Any) -> None:
+def test_invalid_scales_are_refused(api: TestClient, lora: Any) -> None:
     load(api, "first", "a")
     for body in (BODY, {"prompt": "x"}):
         path = "/completion" if "max_tokens" not in body else "/v1/completions"
@@ -325,7 +325,7 @@ def test_scales_that_are_refused(api: TestClient, lora: Any) -> None:
     assert api.get("/lora-adapters").json()[0]["scale"] == 0
 
 
-def test_scales_and_names(api: TestClient) -> None:
+def test_scales_need_the_name_of_the_base_model(api: TestClient) -> None:
     load(api, "first", "a")
     refused = api.post(
         "/v1/completions", json=BODY | {"model": "first", "lora": [{"id": 0, "scale": 1}]}
@@ -336,7 +336,7 @@ def test_scales_and_names(api: TestClient) -> None:
     )
 
 
-def test_keys_and_scales(adapted: Engine, adapters: Path) -> None:
+def test_setting_default_scales_needs_an_admin_key(adapted: Engine, adapters: Path) -> None:
     boss, one = ({"Authorization": f"Bearer {key}"} for key in ("boss", "one"))
     context = context_of(adapted, api_key=KEYS, admin_api_key=("boss",))
     with TestClient(create_app(context)) as api:

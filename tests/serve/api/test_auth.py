@@ -1,4 +1,4 @@
-"""Access depends on the matched route, whatever else a client's request contains."""
+"""API keys: access depends on the matched route, not on how the request spells it."""
 
 import http.client
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def locked(locked_context: ApiContext) -> Iterator[TestClient]:
 
 @pytest.fixture(scope="module")
 def locked_address(locked_context: ApiContext) -> Iterator[str]:
-    """host:port of a real server, for requests that no client library would write."""
+    """host:port of a real server, for requests that client libraries cannot send."""
     with serving(locked_context) as url:
         yield url.removeprefix("http://")
 
@@ -49,7 +49,7 @@ def ask(api: TestClient, path: str, priority: int | None, key: str = "") -> Any:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_only_keys_that_may_go_before_others(make_context: MakeContext, path: str) -> None:
+def test_only_urgent_keys_may_set_a_negative_priority(make_context: MakeContext, path: str) -> None:
     context = make_context(api_key=KEYS, urgent_api_key=KEYS[1:])
     with TestClient(create_app(context)) as api:
         for key, priority, status in (
@@ -72,15 +72,15 @@ def test_only_keys_that_may_go_before_others(make_context: MakeContext, path: st
             assert not context.client.requests
 
 
-def test_no_key_may_where_none_is_named(locked: TestClient) -> None:
+def test_no_key_is_urgent_by_default(locked: TestClient) -> None:
     assert ask(locked, COMPLETIONS, -1, KEYS[0]).status_code == 403
 
 
-def test_without_keys_everybody_may(api: TestClient) -> None:
+def test_negative_priority_is_allowed_without_keys(api: TestClient) -> None:
     assert ask(api, COMPLETIONS, -1).status_code == 200
 
 
-def test_an_urgent_key_must_be_a_key_and_is_not_shown() -> None:
+def test_urgent_key_must_be_an_api_key_and_is_not_shown() -> None:
     with pytest.raises(ConfigError, match="has 1 of 2 keys that are not in api_key") as refused:
         ServerConfig(api_key=("one",), urgent_api_key=("one", "s3cret"))
     assert "s3cret" not in str(refused.value)
@@ -88,13 +88,13 @@ def test_an_urgent_key_must_be_a_key_and_is_not_shown() -> None:
         ServerConfig(pin_share=0.0)
 
 
-def test_without_keys_all_is_open(api: TestClient) -> None:
+def test_server_without_keys_is_open(api: TestClient) -> None:
     assert api.get("/v1/models").status_code == 200
 
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
-def test_each_key_opens(locked: TestClient, scheme: str, key: str) -> None:
+def test_each_key_is_accepted(locked: TestClient, scheme: str, key: str) -> None:
     headers = {"Authorization": f"{scheme} {key}"}
     assert locked.get("/v1/models", headers=headers).status_code == 200
 
@@ -117,7 +117,9 @@ def test_each_key_opens(locked: TestClient, scheme: str, key: str) -> None:
         "Bearer \u00ff".encode("latin-1"),
     ],
 )
-def test_anything_else_does_not(locked: TestClient, value: str | bytes | None) -> None:
+def test_other_authorization_headers_give_401(
+    locked: TestClient, value: str | bytes | None
+) -> None:
     response = locked.get("/v1/models", headers={} if value is None else {"Authorization": value})
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
@@ -136,26 +138,28 @@ def test_anything_else_does_not(locked: TestClient, value: str | bytes | None) -
         ([("x-api-key", "Bearer first-key")], 401),
         ([("x-api-key", "")], 401),
         ([("x-api-key", "first-key"), ("x-api-key", "second-key")], 401),
-        # Authorization alone decides where it is there.
+        # Authorization takes precedence over x-api-key.
         ([("x-api-key", "third-key"), ("Authorization", "Bearer first-key")], 200),
         ([("x-api-key", "first-key"), ("Authorization", "Bearer third-key")], 401),
         ([("x-api-key", "first-key"), ("Authorization", "Basic first-key")], 401),
     ],
 )
-def test_a_key_in_the_header_of_anthropics_clients(
+def test_x_api_key_counts_only_without_authorization(
     locked: TestClient, headers: list[tuple[str, str]], status: int
 ) -> None:
     assert locked.get("/v1/models", headers=headers).status_code == status
 
 
-@pytest.mark.parametrize("place", ["?api_key=first-key", "?key=first-key"])
-def test_a_key_elsewhere_does_not_count(locked: TestClient, place: str) -> None:
+@pytest.mark.parametrize("query", ["?api_key=first-key", "?key=first-key"])
+def test_keys_in_queries_cookies_and_other_headers_are_ignored(
+    locked: TestClient, query: str
+) -> None:
     headers = {"Api-Key": "first-key", "Cookie": "api_key=first-key"}
-    assert locked.get(f"/v1/models{place}", headers=headers).status_code == 401
+    assert locked.get(f"/v1/models{query}", headers=headers).status_code == 401
 
 
-def test_every_route_but_the_public_ones_needs_a_key(locked: TestClient) -> None:
-    """Read from the schema, so that a new route cannot be forgotten."""
+def test_every_route_except_public_ones_needs_a_key(locked: TestClient) -> None:
+    """The routes come from the schema, so that new ones are included."""
     schema = locked.get("/openapi.json", headers={"Authorization": "Bearer first-key"}).json()
     routes = {
         (method.upper(), path.replace("{name}", "demo"))
@@ -169,8 +173,8 @@ def test_every_route_but_the_public_ones_needs_a_key(locked: TestClient) -> None
         assert response.status_code == expected, (method, path)
 
 
-def test_a_stranger_has_nothing_parsed(locked: TestClient) -> None:
-    """401 and not 400: the body is not looked at."""
+def test_body_is_not_parsed_without_a_key(locked: TestClient) -> None:
+    """Invalid bodies give 401, not 400."""
     for body in (b"{", b"[" * 100_000, b'{"promt": 1}'):
         headers = {"Content-Type": "application/json"}
         assert locked.post("/tokenize", content=body, headers=headers).status_code == 401
@@ -200,7 +204,7 @@ def test_a_stranger_has_nothing_parsed(locked: TestClient) -> None:
 @pytest.mark.parametrize(
     "host", ["localhost", "localhost/health?", "a/health#", "", "x@y:1/health"]
 )
-def test_no_spelling_of_the_path_or_the_host_gets_past(
+def test_no_spelling_of_path_or_host_bypasses_the_key(
     locked_address: str, target: str, host: str
 ) -> None:
     connection = http.client.HTTPConnection(locked_address, timeout=30)
@@ -214,7 +218,7 @@ def test_no_spelling_of_the_path_or_the_host_gets_past(
     assert b"max_model_len" not in body and b"quire:" not in body
 
 
-def test_two_authorization_headers_are_not_a_key() -> None:
+def test_two_authorization_headers_are_refused() -> None:
     good = (b"authorization", b"Bearer first-key")
     assert has_key({"headers": [good]}, KEYS)
     assert not has_key({"headers": [good, good]}, KEYS)

@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[str], list[str]]:
-    """Texts of the best three of four beams, of a completion and of a chat."""
+    """Return the texts of the best three of four beams, for a completion and for a chat."""
     params = SamplingParams(n=3, beam_width=4, use_beam_search=True, max_tokens=24)
     with LLM("demo", disable_log_stats=True) as llm:
         [text] = llm.generate([PROMPT], params, use_tqdm=False)
@@ -33,7 +33,9 @@ def expected() -> tuple[list[str], list[str]]:
 BEAMS = {"use_beam_search": True, "beam_width": 4}
 
 
-def test_completions(openai_client: openai.OpenAI, expected: tuple[list[str], list[str]]) -> None:
+def test_completion_choices_equal_the_engines_beams(
+    openai_client: openai.OpenAI, expected: tuple[list[str], list[str]]
+) -> None:
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPT, n=3, max_tokens=24, extra_body=BEAMS
     )
@@ -41,7 +43,9 @@ def test_completions(openai_client: openai.OpenAI, expected: tuple[list[str], li
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
 
 
-def test_chat(openai_client: openai.OpenAI, expected: tuple[list[str], list[str]]) -> None:
+def test_chat_choices_equal_the_engines_beams(
+    openai_client: openai.OpenAI, expected: tuple[list[str], list[str]]
+) -> None:
     answer = openai_client.chat.completions.create(
         model="demo", messages=MESSAGES, n=3, max_tokens=24, extra_body=BEAMS
     )
@@ -61,7 +65,7 @@ def test_chat(openai_client: openai.OpenAI, expected: tuple[list[str], list[str]
         ({**BEAMS, "length_penalty": -11}, "length_penalty"),
     ],
 )
-def test_what_does_not_go_together(
+def test_invalid_beam_search_fields_are_refused(
     openai_client: openai.OpenAI, more: dict[str, object], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
@@ -69,12 +73,12 @@ def test_what_does_not_go_together(
     assert refused.value.param is not None and refused.value.param.startswith(param)
 
 
-NUM_GOING_ON = 4  # tokens of the small vocabulary that do not stop a beam in the tests below
+NUM_CONTINUING = 4  # tokens of the small vocabulary that do not stop a beam in the tests below
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[TestClient]:
-    """A server whose model has 424 tokens."""
+    """A server whose model has a vocabulary of 424 tokens."""
     settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "disable_log_stats": True}
     template = "{{ messages[0].content }}"
     engine = build_engine(
@@ -91,8 +95,8 @@ def small() -> Iterator[TestClient]:
 
 
 def search(client: TestClient, path: str, **more: Any) -> Any:
-    """Nearly every token stops a beam."""
-    stops = list(range(NUM_GOING_ON, 424))
+    """Run a beam search in which all but NUM_CONTINUING tokens stop a beam."""
+    stops = list(range(NUM_CONTINUING, 424))
     body = {"use_beam_search": True, "ignore_eos": True, "stop_token_ids": stops} | more
     prompt = {"messages": [{"role": "user", "content": "The fox"}]}
     if path == "/v1/completions":
@@ -100,27 +104,27 @@ def search(client: TestClient, path: str, **more: Any) -> Any:
     return client.post(path, json=prompt | body)
 
 
-PATHS = {"/v1/completions": 2, "/v1/chat/completions": 1}  # and how many prompts
+PATHS = {"/v1/completions": 2, "/v1/chat/completions": 1}  # number of prompts for each path
 
 
 @pytest.mark.parametrize(
     ("path", "early_stopping", "num_tokens"), pairwise(PATHS, [True, False, "never"], [1, 2, 30])
 )
-def test_as_many_choices_as_tokens_that_go_on(
+def test_as_many_beams_as_continuing_tokens_are_allowed(
     small: TestClient, path: str, early_stopping: bool | str, num_tokens: int
 ) -> None:
     answer = search(
-        small, path, n=NUM_GOING_ON, max_tokens=num_tokens, early_stopping=early_stopping,
+        small, path, n=NUM_CONTINUING, max_tokens=num_tokens, early_stopping=early_stopping,
         return_token_ids=True,
     )  # fmt: skip
     assert answer.status_code == 200, answer.text
     choices = answer.json()["choices"]
-    assert [choice["index"] for choice in choices] == list(range(PATHS[path] * NUM_GOING_ON))
-    for start in range(0, len(choices), NUM_GOING_ON):
-        mine = choices[start : start + NUM_GOING_ON]
-        assert len({tuple(choice["token_ids"]) for choice in mine}) == NUM_GOING_ON
-        for choice in mine:
-            stopped = choice["token_ids"][-1] >= NUM_GOING_ON
+    assert [choice["index"] for choice in choices] == list(range(PATHS[path] * NUM_CONTINUING))
+    for start in range(0, len(choices), NUM_CONTINUING):
+        of_prompt = choices[start : start + NUM_CONTINUING]
+        assert len({tuple(choice["token_ids"]) for choice in of_prompt}) == NUM_CONTINUING
+        for choice in of_prompt:
+            stopped = choice["token_ids"][-1] >= NUM_CONTINUING
             assert choice["finish_reason"] == ("stop" if stopped else "length")
     used = sum(len(choice["token_ids"]) for choice in choices)
     assert answer.json()["usage"]["completion_tokens"] == used
@@ -128,19 +132,21 @@ def test_as_many_choices_as_tokens_that_go_on(
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("more", [{"n": 5}, {"n": 1, "beam_width": 5}])
-def test_wider_than_the_tokens_that_go_on(
+def test_more_beams_than_continuing_tokens_are_refused(
     small: TestClient, path: str, more: dict[str, int]
 ) -> None:
     answer = search(small, path, max_tokens=2, **more)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == ("beam_width" if "beam_width" in more else "n")
-    assert f"{NUM_GOING_ON} tokens" in error["message"]
+    assert f"{NUM_CONTINUING} tokens" in error["message"]
 
 
 @pytest.mark.parametrize(("path", "length_penalty"), in_turn(tuple(PATHS), [-10, 10]))
-def test_an_extreme_length_penalty(small: TestClient, path: str, length_penalty: int) -> None:
-    """Scores of any size; the engine lives on."""
+def test_extreme_length_penalties_give_all_choices(
+    small: TestClient, path: str, length_penalty: int
+) -> None:
+    """Scores become very large or very small, and the engine keeps running."""
     answer = search(
         small, path, n=4, max_tokens=40, stop_token_ids=[], length_penalty=length_penalty
     )

@@ -1,4 +1,4 @@
-"""Too much work and late work: 503 with Retry-After, 408, and whom a request is counted for."""
+"""Full queues (503 with Retry-After), timeouts (408), and the tenant of a request."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +19,12 @@ from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient
 
 __all__ = ["held"]  # a fixture
-LATE = "the request took longer than its timeout_s=2 (2.010 s, 0 output tokens); raise timeout_s."
+REASON = "the request took longer than its timeout_s=2 (2.010 s, 0 output tokens); raise timeout_s."
 
 
 @pytest.fixture
 def busy(held: FakeClient) -> Iterator[FakeClient]:
-    """An engine that takes no steps and lets one request wait beside those that have a row."""
+    """An engine that takes no steps. One request may wait, in addition to those with a row."""
     held.hold()
     core = held.engine.client.core
     limit = QueueLimit(core.scheduler, 1)
@@ -35,9 +35,7 @@ def busy(held: FakeClient) -> Iterator[FakeClient]:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_more_than_may_wait_are_answered_with_503(
-    server_url: str, busy: FakeClient, path: str, stream: bool
-) -> None:
+def test_full_queue_gives_503(server_url: str, busy: FakeClient, path: str, stream: bool) -> None:
     body = (LONG if path == "/v1/completions" else CHAT) | {"stream": stream, "max_tokens": 20}
     rows = busy.ready.max_num_seqs
     waiting = [open_connection(server_url, path, body) for _ in range(rows + 1)]
@@ -55,8 +53,8 @@ def test_more_than_may_wait_are_answered_with_503(
         connection.close()
 
 
-def test_openais_client_waits_and_tries_again(server_url: str, busy: FakeClient) -> None:
-    """The refused request is served by the client's own second attempt."""
+def test_openai_client_retries_after_503(server_url: str, busy: FakeClient) -> None:
+    """The client's own retry of the refused request succeeds."""
     rows = busy.ready.max_num_seqs
     short = LONG | {"max_tokens": 5}
     waiting = [open_connection(server_url, "/v1/completions", short) for _ in range(rows + 1)]
@@ -81,7 +79,7 @@ def test_openais_client_waits_and_tries_again(server_url: str, busy: FakeClient)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
-def test_a_request_that_is_late_before_its_first_token_gets_408(
+def test_timeout_before_the_first_token_gives_408(
     server_url: str, held: FakeClient, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     held.hold()
@@ -90,14 +88,14 @@ def test_a_request_that_is_late_before_its_first_token_gets_408(
     connection = open_connection(server_url, path, body | {"stream": stream, "timeout_s": 2})
     wait_until(lambda: held.num_unfinished == num)
     assert {request.timeout_s for request in held.requests[-num:]} == {2.0}
-    held.fail(LATE, "timeout")
+    held.fail(REASON, "timeout")
     answer = connection.getresponse()
     assert answer.status == 408
     assert answer.headers["x-should-retry"] == "false"
     [error] = events(iter([answer.read().decode()]))
     assert error == {
         "error": {
-            "message": LATE,
+            "message": REASON,
             "type": "timeout_error",
             "param": "timeout_s",
             "code": "request_timeout",
@@ -105,19 +103,19 @@ def test_a_request_that_is_late_before_its_first_token_gets_408(
     }
 
 
-def test_a_stream_that_is_late_ends_with_an_error_event(server_url: str, held: FakeClient) -> None:
+def test_timeout_in_a_stream_sends_an_error_event(server_url: str, held: FakeClient) -> None:
     held.hold(after_steps=4)
     body = LONG | {"stream": True, "timeout_s": 2}
     answer = open_connection(server_url, "/v1/completions", body).getresponse()
     assert answer.status == 200
     assert answer.readline().startswith(b"data: ")
-    held.fail(LATE, "timeout")
+    held.fail(REASON, "timeout")
     *_, error, done = events(line.decode().strip() for line in answer.readlines())
     assert (error["error"]["code"], done) == ("request_timeout", "[DONE]")
     wait_until(lambda: held.num_unfinished == 0)
 
 
-def test_openais_client_does_not_repeat_late_work(server_url: str, held: FakeClient) -> None:
+def test_openai_client_does_not_retry_after_408(server_url: str, held: FakeClient) -> None:
     held.hold()
     before = held.num_generated
     with (
@@ -126,7 +124,7 @@ def test_openais_client_does_not_repeat_late_work(server_url: str, held: FakeCli
     ):
         answer = pool.submit(client.completions.create, model="demo", prompt="Hi", max_tokens=9)
         wait_until(lambda: held.num_unfinished == 1)
-        held.fail(LATE, "timeout")
+        held.fail(REASON, "timeout")
         with pytest.raises(openai.APIStatusError) as late:
             answer.result(timeout=30)
     assert late.value.status_code == 408
@@ -137,7 +135,7 @@ def test_openais_client_does_not_repeat_late_work(server_url: str, held: FakeCli
 
 
 def sent(api: TestClient, context: ApiContext, headers: dict[str, str], **fields: Any) -> Request:
-    """The request that the engine gets for a completion."""
+    """Send a completion, and return the request that the engine gets."""
     body = {"prompt": "Hi", "max_tokens": 1, **fields}
     assert api.post("/v1/completions", json=body, headers=headers).status_code == 200
     assert isinstance(context.client, FakeClient)
@@ -157,7 +155,7 @@ def test_without_keys_the_user_is_the_tenant(api: TestClient, api_context: ApiCo
     assert api_context.client.requests[-1].tenant == ann
 
 
-def test_with_keys_the_key_is_the_tenant_whatever_the_user(make_context: MakeContext) -> None:
+def test_with_keys_the_key_is_the_tenant_and_user_is_ignored(make_context: MakeContext) -> None:
     context = make_context(api_key=("first-key", "second-key"))
     with TestClient(create_app(context)) as api:
         for key, tenant in (("first-key", "key 1"), ("second-key", "key 2")):
@@ -166,7 +164,7 @@ def test_with_keys_the_key_is_the_tenant_whatever_the_user(make_context: MakeCon
             assert sent(api, context, headers, user="ann").tenant == tenant
 
 
-def test_a_tenant_can_be_any_text() -> None:
+def test_user_of_any_text_gives_a_tenant() -> None:
     scope = {"headers": []}
     assert tenant_of(scope, (), "\ud800").startswith("user ")
     assert tenant_of(scope, (), None) == ""

@@ -1,6 +1,6 @@
-"""/v1/chat/completions through HTTP with the official client, against the engine itself.
+"""/v1/chat/completions through HTTP with the official client, compared with the engine alone.
 
-Covers `serve/openai/chat_completions.py`, which all endpoints of conversations share.
+Covers `serve/openai/chat_completions.py`, which all chat endpoints share.
 """
 
 import openai
@@ -17,7 +17,7 @@ def contents(chunks: list[openai.types.chat.ChatCompletionChunk]) -> str:
     return "".join(deltas)
 
 
-def test_text_and_usage(openai_client: openai.OpenAI) -> None:
+def test_text_and_usage_equal_the_engines(openai_client: openai.OpenAI) -> None:
     expected = direct(MESSAGES, max_tokens=60)
     answer = openai_client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, max_tokens=60
@@ -33,7 +33,7 @@ def test_text_and_usage(openai_client: openai.OpenAI) -> None:
     assert answer.id.startswith("chatcmpl-")
 
 
-def test_a_stream_begins_with_the_role(openai_client: openai.OpenAI) -> None:
+def test_stream_starts_with_the_role_and_ends_with_usage(openai_client: openai.OpenAI) -> None:
     chunks = list(
         openai_client.chat.completions.create(
             model="demo", messages=MESSAGES, temperature=0, max_tokens=60, stream=True,
@@ -54,7 +54,7 @@ def test_a_stream_begins_with_the_role(openai_client: openai.OpenAI) -> None:
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-def test_without_a_limit_the_answer_may_fill_the_context(openai_client: openai.OpenAI) -> None:
+def test_answer_without_a_limit_fills_the_context(openai_client: openai.OpenAI) -> None:
     answer = openai_client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}
     )
@@ -63,7 +63,9 @@ def test_without_a_limit_the_answer_may_fill_the_context(openai_client: openai.O
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_both_names_of_the_limit(openai_client: openai.OpenAI, field: str) -> None:
+def test_both_names_of_max_tokens_limit_the_answer(
+    openai_client: openai.OpenAI, field: str
+) -> None:
     answer = openai_client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, **{field: 3}
     )
@@ -71,7 +73,7 @@ def test_both_names_of_the_limit(openai_client: openai.OpenAI, field: str) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs(openai_client: openai.OpenAI, stream: bool) -> None:
+def test_logprobs_equal_the_engines(openai_client: openai.OpenAI, stream: bool) -> None:
     expected = direct(MESSAGES, max_tokens=8, logprobs=3).outputs[0]
     answer = openai_client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, max_tokens=8, logprobs=True,
@@ -92,14 +94,14 @@ def test_logprobs(openai_client: openai.OpenAI, stream: bool) -> None:
         assert tops[0] == item.logprob  # greedy
 
 
-def test_logprobs_without_candidates(openai_client: openai.OpenAI) -> None:
+def test_top_logprobs_are_empty_unless_requested(openai_client: openai.OpenAI) -> None:
     answer = openai_client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, max_tokens=2, logprobs=True
     )
     assert [item.top_logprobs for item in answer.choices[0].logprobs.content] == [[], []]
 
 
-def test_continuing_the_last_message(openai_client: openai.OpenAI) -> None:
+def test_last_message_is_continued_and_echoed_on_request(openai_client: openai.OpenAI) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "The capital of"}]
     options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
     expected = direct(messages, options, max_tokens=10).outputs[0].text
@@ -113,8 +115,8 @@ def test_continuing_the_last_message(openai_client: openai.OpenAI) -> None:
         assert contents(list(chunks)) == shown
 
 
-def test_parts_of_text_and_harmless_fields(openai_client: openai.OpenAI) -> None:
-    """What clients send without meaning anything by it must not fail."""
+def test_text_parts_and_harmless_fields_are_accepted(openai_client: openai.OpenAI) -> None:
+    """Fields that clients send by default must not fail."""
     parts = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
     plain = openai_client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, max_tokens=9
@@ -130,7 +132,7 @@ def test_parts_of_text_and_harmless_fields(openai_client: openai.OpenAI) -> None
     assert "mine" not in answer.id
 
 
-def test_token_ids_and_prompt_logprobs(openai_client: openai.OpenAI) -> None:
+def test_response_has_token_ids_and_prompt_logprobs(openai_client: openai.OpenAI) -> None:
     expected = direct(MESSAGES, max_tokens=4, prompt_logprobs=1)
     answer = openai_client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, max_tokens=4,
@@ -141,10 +143,10 @@ def test_token_ids_and_prompt_logprobs(openai_client: openai.OpenAI) -> None:
     assert len(answer.model_extra["prompt_logprobs"]) == len(expected.prompt_token_ids)
 
 
-def test_template_variables_and_prompt_text_reach_the_template(
+def test_unknown_template_variables_leave_the_answer_unchanged(
     openai_client: openai.OpenAI,
 ) -> None:
-    """The demo model's template ignores variables that it does not know."""
+    """The demo model's template uses neither of these variables."""
     answer = openai_client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, max_tokens=4,
         extra_body={"chat_template_kwargs": {"enable_thinking": False}, "documents": []},

@@ -1,4 +1,4 @@
-"""Calls of tools in answers, whole and streamed, with the demo model, which was trained on them."""
+"""Tool calls in whole and streamed responses of the demo model, which was trained on them."""
 
 import json
 from types import SimpleNamespace
@@ -35,11 +35,11 @@ ARGUMENTS: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature
 
 
 def arguments_of(calls: list[Any]) -> str:
-    """Of one call, whose arguments come in pieces."""
+    """Return the arguments of one call, which arrive in pieces."""
     return "".join(call.function.arguments or "" for call in calls)
 
 
-def test_a_call_is_taken_out_of_the_answer(openai_client: openai.OpenAI) -> None:
+def test_tool_call_is_parsed_out_of_the_text(openai_client: openai.OpenAI) -> None:
     raw = direct(QUESTION, ChatOptions(tools=TOOLS), max_tokens=60).outputs[0].text
     assert raw.startswith("<tool_call>")
     choice = openai_client.chat.completions.create(**ARGUMENTS, tools=TOOLS).choices[0]
@@ -51,7 +51,7 @@ def test_a_call_is_taken_out_of_the_answer(openai_client: openai.OpenAI) -> None
     assert call.id.startswith("call_")
 
 
-def test_a_call_in_a_stream(openai_client: openai.OpenAI) -> None:
+def test_tool_call_is_streamed_in_deltas(openai_client: openai.OpenAI) -> None:
     chunks = list(openai_client.chat.completions.create(**ARGUMENTS, tools=TOOLS, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     calls = [call for delta in deltas for call in delta.tool_calls or ()]
@@ -59,12 +59,12 @@ def test_a_call_in_a_stream(openai_client: openai.OpenAI) -> None:
     assert json.loads(arguments_of(calls)) == {"city": "Paris"}
     assert (calls[0].index, calls[0].type) == (0, "function")
     assert {call.index for call in calls} == {0}
-    assert sum(bool(call.function.arguments) for call in calls) > 2  # as they are written
+    assert sum(bool(call.function.arguments) for call in calls) > 2  # as they are generated
     assert not any(delta.content for delta in deltas)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_the_openai_stream_helper_puts_the_call_together(openai_client: openai.OpenAI) -> None:
+def test_openai_stream_helper_assembles_the_tool_call(openai_client: openai.OpenAI) -> None:
     with openai_client.chat.completions.stream(**ARGUMENTS, tools=TOOLS) as stream:
         stream.until_done()
         message = stream.get_final_completion().choices[0].message
@@ -76,7 +76,7 @@ def test_the_openai_stream_helper_puts_the_call_together(openai_client: openai.O
 def test_tool_choice_none_gives_text(
     openai_client: openai.OpenAI, stream: bool, messages: list[Any]
 ) -> None:
-    """The prompt shows the tools, as in vLLM, and the answer calls none of them."""
+    """The prompt still lists the tools, as in vLLM, but the answer calls none of them."""
     found = direct(messages, ChatOptions(tools=TOOLS), max_tokens=40)
     expected = found.outputs[0]
     answer = openai_client.chat.completions.create(
@@ -94,11 +94,11 @@ def test_tool_choice_none_gives_text(
         assert choices[-1].finish_reason == expected.finish_reason
     else:
         assert text and "<tool_call>" not in text
-        assert expected.text.startswith("<tool_call>")  # what the model would rather do
+        assert expected.text.startswith("<tool_call>")  # what the model does without the constraint
 
 
-def test_a_continued_message_is_free_with_tool_choice_none() -> None:
-    """The prompt ends within the content, so the mark that opens a content is not expected."""
+def test_continued_message_is_unconstrained_with_tool_choice_none() -> None:
+    """The prompt ends within the content, so the answer must not open the content again."""
     api: Any = SimpleNamespace(
         renderer=SimpleNamespace(answer_format=lambda *_: AnswerFormat(table.HARMONY))
     )
@@ -109,7 +109,7 @@ def test_a_continued_message_is_free_with_tool_choice_none() -> None:
         assert answer_form(api, plan, "").is_constrained != continues
 
 
-def test_the_result_of_a_call_goes_back(openai_client: openai.OpenAI) -> None:
+def test_model_reads_the_result_of_a_tool_call(openai_client: openai.OpenAI) -> None:
     call = openai_client.chat.completions.create(**ARGUMENTS, tools=TOOLS).choices[0].message
     messages = [
         *QUESTION,
@@ -124,13 +124,13 @@ def test_the_result_of_a_call_goes_back(openai_client: openai.OpenAI) -> None:
     assert "sunny" in expected
 
 
-def test_an_answer_cut_short_says_so(openai_client: openai.OpenAI) -> None:
+def test_truncated_tool_call_finishes_with_length(openai_client: openai.OpenAI) -> None:
     answer = openai_client.chat.completions.create(**ARGUMENTS, tools=TOOLS, max_tokens=4)
     assert answer.choices[0].finish_reason == "length"
     assert answer.choices[0].message.content.startswith("<tool_call>")
 
 
-def test_token_ids_are_all_there_while_text_is_held_back(openai_client: openai.OpenAI) -> None:
+def test_stream_has_all_token_ids_of_a_withheld_tool_call(openai_client: openai.OpenAI) -> None:
     expected = direct(QUESTION, ChatOptions(tools=TOOLS), max_tokens=60).outputs[0].token_ids
     chunks = list(
         openai_client.chat.completions.create(
@@ -143,7 +143,7 @@ def test_token_ids_are_all_there_while_text_is_held_back(openai_client: openai.O
     assert sum(len(choice.logprobs.content) for choice in choices) == len(expected)
 
 
-TWO: list[dict[str, Any]] = [
+TWO_TOOLS: list[dict[str, Any]] = [
     *TOOLS,
     {"type": "function", "function": {"name": "get_time", "strict": True, "parameters": {
         "type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"],
@@ -155,12 +155,14 @@ NAMED = {"type": "function", "function": {"name": "get_time"}}
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_forced_call(openai_client: openai.OpenAI, stream: bool, choice: Any) -> None:
-    """Also where the model would rather talk. OpenAI's finish_reason of a named tool is stop."""
-    free = direct(SMALLTALK, ChatOptions(tools=TWO), max_tokens=40).outputs[0].text
+def test_forced_tool_choice_yields_a_call(
+    openai_client: openai.OpenAI, stream: bool, choice: Any
+) -> None:
+    """The model would not call a tool here. OpenAI's finish_reason for a named tool is stop."""
+    free = direct(SMALLTALK, ChatOptions(tools=TWO_TOOLS), max_tokens=40).outputs[0].text
     assert "<tool_call>" not in free
     answer = openai_client.chat.completions.create(
-        **FORCED, tools=TWO, tool_choice=choice, stream=stream
+        **FORCED, tools=TWO_TOOLS, tool_choice=choice, stream=stream
     )
     if stream:
         chunks = [chunk.choices[0] for chunk in answer]
@@ -180,10 +182,10 @@ def test_a_forced_call(openai_client: openai.OpenAI, stream: bool, choice: Any) 
     assert reason == ("tool_calls" if choice == "required" else "stop")
 
 
-def test_some_of_the_tools(openai_client: openai.OpenAI) -> None:
+def test_allowed_tools_restrict_the_call(openai_client: openai.OpenAI) -> None:
     allowed = {"mode": "required", "tools": [NAMED]}
     answer = openai_client.chat.completions.create(
-        **FORCED, tools=TWO, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
+        **FORCED, tools=TWO_TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
     )
     [call] = answer.choices[0].message.tool_calls
     assert call.function.name == "get_time"
@@ -205,7 +207,7 @@ def test_some_of_the_tools(openai_client: openai.OpenAI) -> None:
         ),
     ],
 )
-def test_choices_that_are_none(
+def test_invalid_tools_and_tool_choices_are_refused(
     openai_client: openai.OpenAI, fields: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=words) as caught:
@@ -213,7 +215,7 @@ def test_choices_that_are_none(
     assert caught.value.param == param
 
 
-def test_a_tool_whose_schema_makes_no_sense(openai_client: openai.OpenAI) -> None:
+def test_tool_with_an_invalid_schema_is_refused(openai_client: openai.OpenAI) -> None:
     bad = {
         "type": "function",
         "function": {"name": "f", "parameters": {"properties": {"a": {"type": "objekt"}}}},
@@ -223,12 +225,11 @@ def test_a_tool_whose_schema_makes_no_sense(openai_client: openai.OpenAI) -> Non
     assert caught.value.param == "tools"
 
 
-def test_a_form_or_a_call(openai_client: openai.OpenAI) -> None:
-    """With tools and a response_format the answer is either; nothing else."""
+def test_response_format_with_tools_gives_json_or_a_call(openai_client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"mood": {"enum": ["good", "bad"]}},
               "required": ["mood"], "additionalProperties": False}  # fmt: skip
     answer = openai_client.chat.completions.create(
-        **FORCED, tools=TWO,
+        **FORCED, tools=TWO_TOOLS,
         response_format={"type": "json_schema", "json_schema": {"name": "m", "schema": schema}},
     )  # fmt: skip
     [choice] = answer.choices
@@ -238,8 +239,8 @@ def test_a_form_or_a_call(openai_client: openai.OpenAI) -> None:
         assert json.loads(choice.message.content)["mood"] in ("good", "bad")
 
 
-def test_a_call_that_is_cut_off_goes_back(openai_client: openai.OpenAI) -> None:
-    """As the client dumps it, with all fields that are null."""
+def test_truncated_tool_call_is_accepted_in_messages(openai_client: openai.OpenAI) -> None:
+    """The client dumps the message with all its null fields."""
     given = FORCED | {"max_tokens": 16, "tools": TOOLS, "tool_choice": "required"}
     [choice] = openai_client.chat.completions.create(**given).choices
     [call] = choice.message.tool_calls or []
@@ -255,7 +256,7 @@ def test_a_call_that_is_cut_off_goes_back(openai_client: openai.OpenAI) -> None:
     assert answer.choices[0].message.content
 
 
-def test_the_developer_speaks_as_the_system(openai_client: openai.OpenAI) -> None:
+def test_developer_role_is_rendered_as_system(openai_client: openai.OpenAI) -> None:
     developer: Any = {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]}
     given = ARGUMENTS | {"messages": [developer, *SMALLTALK]}
     answer = openai_client.chat.completions.create(**given, max_tokens=16)

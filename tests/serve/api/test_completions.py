@@ -1,4 +1,4 @@
-"""/v1/completions through HTTP with the official client, against the engine without a server.
+"""/v1/completions through HTTP with the official client, compared with the engine alone.
 
 Covers `serve/pipeline/answer.py`.
 """
@@ -23,7 +23,7 @@ def joined(chunks: list[openai.types.Completion], index: int = 0) -> str:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, IDS])
-def test_text_and_usage(openai_client: openai.OpenAI, prompt: object) -> None:
+def test_text_and_usage_equal_the_engines(openai_client: openai.OpenAI, prompt: object) -> None:
     expected = direct(prompt, max_tokens=24)
     answer = openai_client.completions.create(
         model="demo", prompt=prompt, max_tokens=24, temperature=0
@@ -40,7 +40,7 @@ def test_text_and_usage(openai_client: openai.OpenAI, prompt: object) -> None:
     assert answer.id.startswith("cmpl-")
 
 
-def test_sixteen_tokens_if_none_are_asked_for(openai_client: openai.OpenAI) -> None:
+def test_default_max_tokens_is_sixteen(openai_client: openai.OpenAI) -> None:
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPT, temperature=0, extra_body={"ignore_eos": True}
     )
@@ -48,14 +48,14 @@ def test_sixteen_tokens_if_none_are_asked_for(openai_client: openai.OpenAI) -> N
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_the_default_length_shrinks_to_what_fits(openai_client: openai.OpenAI) -> None:
+def test_default_max_tokens_shrinks_to_fit_the_context(openai_client: openai.OpenAI) -> None:
     answer = openai_client.completions.create(
         model="demo", prompt=[50] * 506, temperature=0, extra_body={"ignore_eos": True}
     )
     assert answer.usage.completion_tokens == 6
 
 
-def test_a_stream_gives_the_same_text_in_pieces(
+def test_stream_chunks_add_up_to_the_whole_text(
     openai_client: openai.OpenAI,
 ) -> None:
     chunks = pieces(
@@ -89,7 +89,7 @@ def test_many_prompts_give_choices_in_order(openai_client: openai.OpenAI) -> Non
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_many_lists_of_token_ids(openai_client: openai.OpenAI) -> None:
+def test_prompt_accepts_lists_of_token_ids(openai_client: openai.OpenAI) -> None:
     prompts = [[100, 200], [300, 400, 500], [7]]
     answer = openai_client.completions.create(
         model="demo", prompt=prompts, max_tokens=5, temperature=0
@@ -98,7 +98,7 @@ def test_many_lists_of_token_ids(openai_client: openai.OpenAI) -> None:
     assert [choice.text for choice in answer.choices] == expected
 
 
-def test_usage_comes_last_without_choices(openai_client: openai.OpenAI) -> None:
+def test_last_chunk_has_usage_and_no_choices(openai_client: openai.OpenAI) -> None:
     chunks = pieces(
         openai_client.completions.create(
             model="demo", prompt=PROMPT, max_tokens=8, temperature=0, stream=True,
@@ -110,7 +110,7 @@ def test_usage_comes_last_without_choices(openai_client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_usage_in_every_chunk(openai_client: openai.OpenAI) -> None:
+def test_continuous_usage_is_in_every_chunk(openai_client: openai.OpenAI) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = pieces(
         openai_client.completions.create(
@@ -125,7 +125,7 @@ def test_usage_in_every_chunk(openai_client: openai.OpenAI) -> None:
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[0].usage.prompt_tokens}
 
 
-def test_usage_in_every_chunk_needs_usage(openai_client: openai.OpenAI) -> None:
+def test_continuous_usage_needs_include_usage(openai_client: openai.OpenAI) -> None:
     chunks = pieces(
         openai_client.completions.create(
             model="demo", prompt=PROMPT, max_tokens=4, temperature=0, stream=True,
@@ -136,7 +136,7 @@ def test_usage_in_every_chunk_needs_usage(openai_client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings(openai_client: openai.OpenAI, stream: bool) -> None:
+def test_stop_string_ends_the_text(openai_client: openai.OpenAI, stream: bool) -> None:
     whole = text_of(PROMPT, max_tokens=40)
     stop = whole[10:13]
     expected = whole[: whole.index(stop)]
@@ -152,18 +152,18 @@ def test_stop_strings(openai_client: openai.OpenAI, stream: bool) -> None:
         assert last.model_extra["stop_reason"] == stop
 
 
-def test_a_single_stop_string_and_stop_tokens(openai_client: openai.OpenAI) -> None:
+def test_stop_token_ends_the_text_and_is_the_stop_reason(openai_client: openai.OpenAI) -> None:
     token_ids = direct(PROMPT, max_tokens=20).outputs[0].token_ids
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=20, temperature=0, stop="@@@",
         extra_body={"stop_token_ids": [token_ids[4]]},
     )  # fmt: skip
-    place = token_ids.index(token_ids[4])
-    assert answer.usage.completion_tokens == place + 1
+    position = token_ids.index(token_ids[4])
+    assert answer.usage.completion_tokens == position + 1
     assert answer.choices[0].model_extra["stop_reason"] == token_ids[4]
 
 
-def test_a_seed_gives_the_same_text_again(openai_client: openai.OpenAI) -> None:
+def test_same_seed_gives_the_same_text(openai_client: openai.OpenAI) -> None:
     def text(seed: int | None) -> str:
         answer = openai_client.completions.create(
             model="demo", prompt=PROMPT, max_tokens=30, temperature=1.5, top_p=1, seed=seed
@@ -174,10 +174,10 @@ def test_a_seed_gives_the_same_text_again(openai_client: openai.OpenAI) -> None:
     assert len({text(11), text(12), text(None), text(None)}) == 4
 
 
-def test_the_models_defaults_count_where_the_request_says_nothing(
+def test_omitted_fields_use_the_models_defaults(
     openai_client: openai.OpenAI,
 ) -> None:
-    """The demo model's generation_config.json says temperature 0.6 and top_p 0.95."""
+    """The demo model's generation_config.json sets temperature 0.6 and top_p 0.95."""
     assert twin().requests.defaults.sampling["temperature"] == 0.6
     ours = {"temperature": 0.6, "top_p": 0.95}
     answer = openai_client.completions.create(model="demo", prompt=PROMPT, max_tokens=30, seed=3)
@@ -206,7 +206,7 @@ def test_extra_sampling_fields_reach_the_engine(
     assert answer.choices[0].text == expected.outputs[0].text
 
 
-def test_token_ids_of_prompt_and_answer(openai_client: openai.OpenAI) -> None:
+def test_token_ids_of_prompt_and_answer_are_returned(openai_client: openai.OpenAI) -> None:
     expected = direct(PROMPT, max_tokens=6)
     arguments = {
         "model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0,
@@ -223,7 +223,7 @@ def test_token_ids_of_prompt_and_answer(openai_client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize(("side", "kept"), [("left", [300, 400]), ("right", [100, 200])])
-def test_a_prompt_is_cut_where_that_is_asked_for(
+def test_prompt_is_truncated_on_the_requested_side(
     openai_client: openai.OpenAI, side: str, kept: list[int]
 ) -> None:
     extra = {"truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True}
@@ -234,7 +234,7 @@ def test_a_prompt_is_cut_where_that_is_asked_for(
     assert answer.usage.prompt_tokens == 2
 
 
-def test_a_prompt_is_cut_to_what_fits(openai_client: openai.OpenAI) -> None:
+def test_prompt_is_truncated_to_fit_the_context(openai_client: openai.OpenAI) -> None:
     answer = openai_client.completions.create(
         model="demo", prompt=[50] * 2000, max_tokens=12,
         extra_body={"truncate_prompt_tokens": -1, "ignore_eos": True},
@@ -242,7 +242,7 @@ def test_a_prompt_is_cut_to_what_fits(openai_client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (500, 12)
 
 
-def test_cached_tokens_are_counted_and_salts_keep_apart(openai_client: openai.OpenAI) -> None:
+def test_cached_tokens_are_counted_for_each_cache_salt(openai_client: openai.OpenAI) -> None:
     def cached(salt: str) -> int:
         answer = openai_client.completions.create(
             model="demo", prompt=[*range(700, 740)], max_tokens=1, extra_body={"cache_salt": salt}
@@ -252,10 +252,10 @@ def test_cached_tokens_are_counted_and_salts_keep_apart(openai_client: openai.Op
     assert [cached("a"), cached("a"), cached("b")] == [0, 32, 0]
 
 
-def test_usage_tells_where_it_was_and_to_the_named_why_there_was_no_more(
+def test_usage_reports_cache_tiers_and_misses_of_the_same_user(
     openai_client: openai.OpenAI,
 ) -> None:
-    """To the token only of prompts of the same user."""
+    """A miss is reported only by comparison with prompts of the same user."""
 
     def details(end: int, user: str | None) -> dict[str, object]:
         answer = openai_client.completions.create(

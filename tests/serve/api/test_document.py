@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 from tests.support.processes.servers import Server
 
 PROMPTS = ("prompt", "messages", "tokens", "input")
-REQUIRED = {"POST /v1/messages": ("max_tokens",)}  # beside prompts
+REQUIRED = {"POST /v1/messages": ("max_tokens",)}  # in addition to prompts
 GENERATING = ("completions", "chat/completions", "responses", "messages", "prefixes")
 NUM_PARTS = 8  # test cases, each with every eighth operation
-# Its answer goes on while the server does; after a pause, other requests wait.
-LEFT_OUT = ("GET /v1/engine/live", "POST /pause")
-WITH_BODY, WITHOUT = 120, 60  # examples of an operation, of what is allowed and of what is not
-CONVERSATIONS = 70  # examples of a body with messages, each of which takes up to 0.6 s to generate
-AS_GENERATED = 0.25  # share of the allowed conversations with all messages; others have one text
-SCHEMA_S = 60.0  # for the document, which the server writes when it is first requested
+# The live stream ends only with the server. After a pause, all other requests wait.
+EXCLUDED = ("GET /v1/engine/live", "POST /pause")
+WITH_BODY, WITHOUT = 120, 60  # examples of an operation; with a body also of invalid requests
+CONVERSATIONS = 70  # examples of a body with messages; creating one takes up to 0.6 s
+AS_GENERATED = 0.25  # share of valid conversations that keep all messages; others keep one text
+SCHEMA_S = 60.0  # timeout of the document, which the server creates at the first request
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Answers are short, whatever length is asked for."""
+    """A server with a short context, so that all answers are short."""
     kept = tmp_path_factory.mktemp("kept")
     server = Server("--max-num-seqs", "16", "--max-model-len", "64", "--files-dir", str(kept))
     yield server
@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_the_server_keeps_to_its_document(server: Server, part: int) -> None:
+def test_server_obeys_its_openapi_document(server: Server, part: int) -> None:
     import schemathesis
 
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=SCHEMA_S)
@@ -46,14 +46,14 @@ def test_the_server_keeps_to_its_document(server: Server, part: int) -> None:
     generated: Counter[str] = Counter()
     for number, found in enumerate(schema.get_all_operations()):
         operation = found.ok()
-        if operation.label in LEFT_OUT or number % NUM_PARTS != part:
+        if operation.label in EXCLUDED or number % NUM_PARTS != part:
             continue
         for is_allowed in (True, False) if len(operation.body) else (True,):
-            of_this: Counter[int] = Counter()
-            try_all(operation, is_allowed, of_this)
-            statuses += of_this
-            generated[operation.label] += of_this[200]
-            print(operation.label, "allowed" if is_allowed else "not allowed", dict(of_this))
+            counts: Counter[int] = Counter()
+            try_all(operation, is_allowed, counts)
+            statuses += counts
+            generated[operation.label] += counts[200]
+            print(operation.label, "allowed" if is_allowed else "not allowed", dict(counts))
     assert sum(statuses.values()) >= 5000 // NUM_PARTS, statuses
     assert statuses[400] >= 500 // NUM_PARTS, statuses
     generating = [f"POST /v1/{path}" for path in GENERATING]
@@ -64,7 +64,7 @@ def test_the_server_keeps_to_its_document(server: Server, part: int) -> None:
 
 
 def try_all(operation: Any, is_allowed: bool, statuses: Counter[int]) -> None:
-    """Raises what schemathesis raises for the first answer that is not allowed."""
+    """Send generated requests. Raises schemathesis's error for the first forbidden response."""
     from schemathesis import GenerationMode
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
@@ -103,10 +103,10 @@ def num_examples(operation: Any) -> int:
 
 
 def thinned(body: dict[str, Any], kept: Sequence[str], most: int, random: Random) -> dict[str, Any]:
-    """What is kept and a few of the other fields: one that is refused hides all others.
+    """Return the kept fields and a few others, because one refused field hides all others.
 
-    The demo model accepts no images, so of parts of messages the texts stay, if there are any. Of
-    most conversations one message with a text stays, so that the model generates tokens.
+    The demo model accepts no images, so messages keep only their text parts, if there are any. Most
+    conversations are cut to one message with a text, so that the model generates tokens.
     """
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else []:

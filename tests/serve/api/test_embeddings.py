@@ -1,4 +1,4 @@
-"""/v1/embeddings and /classify of apps over small models that pool, and of one that generates.
+"""/v1/embeddings and /classify with small pooling models, and with a generating model.
 
 Covers `serve/openai/pooled.py`, `serve/bodies/pooling_protocol.py`.
 """
@@ -66,7 +66,7 @@ def vectors(answer: Any) -> np.ndarray:
     return np.array([item["embedding"] for item in answer["data"]])
 
 
-def test_each_input_has_an_embedding_of_length_one(embedder: TestClient) -> None:
+def test_each_input_has_an_embedding_of_norm_one(embedder: TestClient) -> None:
     found = ask(embedder, input=TEXTS, model="small")
     assert [item["index"] for item in found["data"]] == [0, 1, 2]
     assert found["object"] == "list" and found["model"] == "small"
@@ -78,14 +78,14 @@ def test_each_input_has_an_embedding_of_length_one(embedder: TestClient) -> None
     assert np.array_equal(one[0], vectors(found)[1])
 
 
-def test_token_ids_are_the_same_as_their_text(embedder: TestClient) -> None:
+def test_token_ids_give_the_embedding_of_their_text(embedder: TestClient) -> None:
     ids = [ask(embedder, "/tokenize", prompt=text)["tokens"] for text in TEXTS]
     texts = vectors(ask(embedder, input=TEXTS))
     assert np.array_equal(vectors(ask(embedder, input=ids)), texts)
     assert np.array_equal(vectors(ask(embedder, input=ids[0])), texts[:1])
 
 
-def test_base64_dimensions_and_length(embedder: TestClient) -> None:
+def test_dimensions_truncate_and_renormalize_and_base64_is_equal(embedder: TestClient) -> None:
     raw = vectors(ask(embedder, input=TEXTS, use_activation=False))
     assert not np.allclose(np.linalg.norm(raw, axis=1), 1)
     few = vectors(ask(embedder, input=TEXTS, dimensions=4))
@@ -97,15 +97,15 @@ def test_base64_dimensions_and_length(embedder: TestClient) -> None:
         np.testing.assert_allclose(numbers, vector, rtol=1e-6)
 
 
-def test_the_official_client(embedder: TestClient) -> None:
-    """It asks for base64 by itself."""
+def test_openai_client_reads_base64_embeddings(embedder: TestClient) -> None:
+    """It requests base64 by default."""
     client = openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=embedder)
     found = client.embeddings.create(model="small", input=TEXTS)
     wanted = vectors(ask(embedder, input=TEXTS))
     np.testing.assert_allclose([item.embedding for item in found.data], wanted, rtol=1e-6)
 
 
-def test_long_inputs_are_refused_or_cut(embedder: TestClient) -> None:
+def test_long_inputs_are_refused_or_truncated(embedder: TestClient) -> None:
     long = "a fox and " * 100
     error = ask(embedder, status=400, input=[TEXTS[0], long])
     assert error["param"] == "input" and error["code"] == "context_length_exceeded"
@@ -133,13 +133,15 @@ def test_long_inputs_are_refused_or_cut(embedder: TestClient) -> None:
         ({"input": ["a"] * 2049}, "input", "at most 2048"),
     ],
 )
-def test_wrong_bodies(embedder: TestClient, body: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_bodies_give_400_naming_the_field(
+    embedder: TestClient, body: dict[str, Any], param: str, words: str
+) -> None:
     error = ask(embedder, status=400, **body)
     assert words in error["message"]
     assert error["param"] == param
 
 
-def test_classes_have_names_and_probabilities(classifier: TestClient) -> None:
+def test_classify_returns_labels_and_probabilities(classifier: TestClient) -> None:
     found = ask(classifier, "/classify", input=TEXTS)
     for item in found["data"]:
         assert item["num_classes"] == 3
@@ -150,7 +152,7 @@ def test_classes_have_names_and_probabilities(classifier: TestClient) -> None:
     np.testing.assert_allclose(found["data"][0]["probs"], weights / weights.sum(), rtol=1e-9)
 
 
-def test_models_are_asked_for_what_they_do(
+def test_models_refuse_endpoints_of_other_model_types(
     embedder: TestClient, classifier: TestClient, api: TestClient
 ) -> None:
     for app, path in ((classifier, "/v1/embeddings"), (embedder, "/classify")):
@@ -164,7 +166,7 @@ def test_models_are_asked_for_what_they_do(
 
 
 class Censor:
-    """Ends what speaks of dogs, and makes foxes cats."""
+    """Refuses prompts with "dog", and replaces "a fox" with "a cat"."""
 
     def before_admission(self, request: HookRequest) -> HookRequest | None:
         if "dog" in (request.prompt or ""):
@@ -174,7 +176,7 @@ class Censor:
         return None
 
 
-def test_hooks_see_what_is_embedded() -> None:
+def test_hooks_filter_the_inputs() -> None:
     hooks = Hooks([Censor()])
     with serving_model(pooling_checkpoint("embed"), hooks) as app:
         fox, cat = vectors(ask(app, input=["a fox", "a cat"]))

@@ -1,4 +1,4 @@
-"""The endpoints of models that pool, of apps over small encoders."""
+"""The endpoints of pooling models, with small encoders."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ def wanted_scores() -> np.ndarray:
     return 1 / (1 + np.exp(-np.concatenate(logits_of(folder, inputs))))
 
 
-def test_scores_and_ranks_of_pairs(scorer: TestClient) -> None:
+def test_score_and_rerank_equal_the_reference(scorer: TestClient) -> None:
     wanted = wanted_scores()
     found = ask(scorer, "/score", text_1=QUERY, text_2=DOCUMENTS)
     scores = [each["score"] for each in found["data"]]
@@ -41,7 +41,7 @@ def test_scores_and_ranks_of_pairs(scorer: TestClient) -> None:
     assert ranked["results"][0]["relevance_score"] == pytest.approx(wanted.max(), rel=1e-10)
 
 
-def test_generating_is_refused(scorer: TestClient) -> None:
+def test_scorer_refuses_generation_and_embeddings(scorer: TestClient) -> None:
     messages = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
     bodies = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}
     for path in (*bodies, "/v1/chat/completions", "/v1/messages"):
@@ -50,7 +50,7 @@ def test_generating_is_refused(scorer: TestClient) -> None:
     assert "gives classes, not embeddings" in ask(scorer, status=400, input="a")["message"]
 
 
-def test_embeddings_and_classes() -> None:
+def test_embeddings_and_classes_equal_the_reference() -> None:
     folder = encoder_checkpoint("xlm-roberta")
     states = states_of(folder, inputs_of(folder, DOCUMENTS))
     with serving_model(folder, dtype="float64") as app:

@@ -66,7 +66,9 @@ def error_of(response: Response) -> dict[str, Any]:
         ('{"prompt": "a", "add_special_tokens": "perhaps"}', "add_special_tokens", "true or false"),
     ],
 )
-def test_bad_bodies(api: TestClient, body: str | bytes, param: str | None, message: str) -> None:
+def test_invalid_bodies_give_400_naming_the_field(
+    api: TestClient, body: str | bytes, param: str | None, message: str
+) -> None:
     deep = body.replace("DEEP", DEEP) if isinstance(body, str) else body
     response = post(api, deep)
     assert response.status_code == 400
@@ -85,7 +87,7 @@ def test_bad_bodies(api: TestClient, body: str | bytes, param: str | None, messa
         ('{"\\ud800": 1}', None, "valid Unicode"),
     ],
 )
-def test_unknown_fields_where_they_are_refused(
+def test_strict_server_refuses_unknown_fields(
     strict: TestClient, body: str, param: str | None, message: str
 ) -> None:
     response = post(strict, body)
@@ -94,8 +96,8 @@ def test_unknown_fields_where_they_are_refused(
     assert error["param"] == param and message in error["message"]
 
 
-def test_a_great_many_unknown_fields_are_counted_not_described(strict: TestClient) -> None:
-    """Each costs a search for similar names."""
+def test_many_unknown_fields_are_counted_not_described(strict: TestClient) -> None:
+    """Describing a field costs a search for similar names."""
     body = json.dumps({"prompt": "a", **{f"k{i}": 1 for i in range(250)}})
     message = error_of(post(strict, body))["message"]
     assert "'k0'" in message and "242 more" in message
@@ -108,7 +110,7 @@ def test_all_wrong_fields_are_named_and_the_first_is_param(strict: TestClient) -
         assert part in error["message"]
 
 
-def test_a_wrong_name_in_an_object_is_told_as_one(api: TestClient) -> None:
+def test_wrong_keys_and_values_of_an_object_are_distinguished(api: TestClient) -> None:
     body = '{"prompt": "a", "logit_bias": {"word": 1, "5": "x"}}'
     error = error_of(post(api, body, "/v1/completions"))
     assert error["param"] == "logit_bias.word"
@@ -116,25 +118,25 @@ def test_a_wrong_name_in_an_object_is_told_as_one(api: TestClient) -> None:
     assert 'logit_bias[5] must be a number, got "x".' in error["message"]
 
 
-def test_a_list_of_many_wrong_values_stops_at_the_first(api: TestClient) -> None:
+def test_only_the_first_wrong_item_of_a_list_is_reported(api: TestClient) -> None:
     error = error_of(post(api, json.dumps({"tokens": ["a"] * 1000}), "/detokenize"))
     assert error["message"] == 'tokens[0] must be an integer, got "a".'
 
 
-def test_a_body_of_another_type_is_refused(api: TestClient) -> None:
+def test_other_content_types_are_refused(api: TestClient) -> None:
     response = api.post("/tokenize", data={"prompt": "a"})
     assert response.status_code == 415
     assert "Content-Type: application/json" in error_of(response)["message"]
 
 
-def test_nul_is_a_character_like_others(api: TestClient) -> None:
+def test_nul_characters_are_accepted_in_prompts(api: TestClient) -> None:
     tokens = post(api, '{"prompt": "a\\u0000b"}').json()["tokens"]
     assert post(api, json.dumps({"tokens": tokens}), "/detokenize").json() == {
         "prompt": "a\0b", "content": "a\0b",
     }  # fmt: skip
 
 
-def test_unknown_paths_and_methods(api: TestClient) -> None:
+def test_unknown_paths_give_404_and_methods_405(api: TestClient) -> None:
     response = api.get("/v2/nothing")
     assert response.status_code == 404
     assert "/v2/nothing" in error_of(response)["message"]
@@ -181,13 +183,15 @@ def validation_message(body: dict[str, Any]) -> tuple[str, str | None]:
         ({"prompt": "a", "parts": [{}]}, "parts[0] must be a string, got an empty object."),
     ],
 )
-def test_wording_of_validation(body: dict[str, Any], message: str) -> None:
+def test_validation_messages_name_the_field_and_the_value(
+    body: dict[str, Any], message: str
+) -> None:
     text, param = validation_message(body)
     assert text.startswith(message)
     assert param == message.split(" ")[0]
 
 
-def test_values_are_shortened() -> None:
+def test_shown_values_are_shortened() -> None:
     assert shown("é" * 61) == f'"{"é" * 60}..."'
     assert shown(10**100) == "1" + "0" * 59
     assert shown({"a": "secret"}) == "an object"
@@ -212,7 +216,7 @@ def test_values_are_shortened() -> None:
         (ApiError(418, "tea", "teapot", "pot", "short"), 418, "pot"),
     ],
 )
-def test_status_and_field_of_errors(error: Exception, status: int, param: str | None) -> None:
+def test_errors_map_to_status_and_param(error: Exception, status: int, param: str | None) -> None:
     found, body = error_body(error)
     assert (found, body["error"]["param"]) == (status, param)
 
@@ -245,7 +249,7 @@ def test_errors_name_an_apis_own_fields(error: Exception, message: str, param: s
     assert (found[1]["error"]["message"], found[1]["error"]["param"]) == (message, param)
 
 
-def test_an_unexpected_error_goes_to_the_log_and_not_to_the_client(
+def test_unexpected_errors_are_logged_and_hidden_from_clients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.ERROR, "quire"):
@@ -255,6 +259,6 @@ def test_an_unexpected_error_goes_to_the_log_and_not_to_the_client(
     assert "key.pem" in caplog.text and "req-1" in caplog.text
 
 
-def test_any_text_can_be_answered() -> None:
+def test_error_responses_encode_any_text() -> None:
     body = ErrorResponse({"error": "half a pair: \ud800, é"}).body
     assert json.loads(body) == {"error": "half a pair: \ud800, é"}

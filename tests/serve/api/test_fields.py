@@ -1,7 +1,7 @@
 """The table of fields: each field does what its declaration says (`serve/fields.py`).
 
-Requests run in this process. The engine's request and the client's response are compared with and
-without each field.
+Requests run in this process. Each test compares the engine's request and the client's response
+with and without a field.
 """
 
 import json
@@ -58,19 +58,19 @@ BODIES: dict[str, dict[str, Any]] = {
     "requests/ID/fork": {"max_tokens": 2, "temperature": 0.5, "seed": 1},
     "requests/ID/append": {"max_tokens": 2, "temperature": 0.5, "seed": 1},
 }
-# What sessions add to completions.
-OF_SESSIONS = {"at_token", "index", "keep_source", "token_ids", "messages", "prompt"}
+# Fields that sessions add to those of completions.
+SESSION_FIELDS = {"at_token", "index", "keep_source", "token_ids", "messages", "prompt"}
 ROWS = [
     row
     for row in rows()
     if row.api in BODIES
-    and (not row.api.startswith("requests") or row.fate == REFUSED or row.field in OF_SESSIONS)
+    and (not row.api.startswith("requests") or row.fate == REFUSED or row.field in SESSION_FIELDS)
 ]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A value other than the default. others: fields that it needs."""
+    """A value other than the default. others: fields that this field requires."""
 
     value: Any
     others: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 ITEM_TOOLS = [{"type": "function", **FUNCTION}]
 CUSTOM_TOOLS = [{"name": "f", "input_schema": {"type": "object"}}]
-# Shows all that a chat template gets, and makes the model reason.
+# Renders every variable of a chat template, and makes the model reason.
 TEMPLATE = (
     "{{ tools }}{{ documents }}{{ x }}{{ reasoning_effort }}{{ enable_thinking }}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}.\n{% endfor %}"
@@ -90,8 +90,8 @@ ASSISTANT = [*MESSAGES, {"role": "assistant", "content": "Once"}]
 BEAMS = {"use_beam_search": True, "temperature": None, "seed": None}
 LOGPROBS = ["message.output_text.logprobs"]
 SCHEMA = {"type": "object"}
-FORM = {"type": "json_schema", "name": "a", "schema": SCHEMA}
-# By the field, or by the API and the field.
+TEXT_FORMAT = {"type": "json_schema", "name": "a", "schema": SCHEMA}
+# Keyed by field, or by API and field.
 SAMPLES: dict[str, Sample] = {
     "add_generation_prompt": Sample(False),
     "add_special_tokens": Sample(True),
@@ -206,7 +206,7 @@ SAMPLES: dict[str, Sample] = {
     "suffix": Sample("end"),
     "system": Sample("Be brief."),
     "temperature": Sample(0.9),
-    "text": Sample({"format": FORM}),
+    "text": Sample({"format": TEXT_FORMAT}),
     "thinking": Sample({"type": "disabled"}),
     "thinking_token_budget": Sample(3),
     "timeout_s": Sample(60.0),
@@ -254,12 +254,12 @@ SAMPLES: dict[str, Sample] = {
     "xtc_probability": Sample(0.5),
     "xtc_threshold": Sample(0.2, {"xtc_probability": 0.5}),
 }  # fmt: skip
-# Taken where a model or a server allows it: the demo model and this server refuse the sample, by
-# the field's name.
+# Taken if the model and the server support them. The demo model and this server do not: they refuse
+# the sample with an error that names the field.
 UNAVAILABLE = {"suffix", "logits_processors", "previous_response_id", "images", "lora"}
 UNUSUAL = {"whole number": 5, "text": "x"}
 ID_OR_TIME = re.compile(r'"created(_at)?":\d+|\b[a-z]+[-_][0-9a-f]{16,}\b')
-CHANCE = {
+VARYING = {
     "id", "created", "created_at", "completed_at", "usage", "total_duration", "load_duration",
     "prompt_eval_duration", "eval_duration", "e2e_latency", "timings", "tokens_cached",
 }  # fmt: skip
@@ -267,7 +267,7 @@ CHANCE = {
 
 def sample_of(row: Row) -> Sample:
     found = SAMPLES.get(f"{row.api} {row.field}") or SAMPLES.get(row.field)
-    assert found is not None, f"give {row.api} {row.field} a sample"
+    assert found is not None, f"add a sample for {row.api} {row.field}"
     return found
 
 
@@ -278,12 +278,12 @@ def path_of(api: str) -> str:
 
 def without_ids(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: without_ids(v) for k, v in value.items() if k not in CHANCE}
+        return {k: without_ids(v) for k, v in value.items() if k not in VARYING}
     return [without_ids(each) for each in value] if isinstance(value, list) else value
 
 
 def observed(api: TestClient, context: ApiContext, name: str, body: Any) -> dict[str, Any]:
-    """What a request with this body gives: fields of the engine's request, and the response."""
+    """Return fields of the engine's request, and the response, for a request with this body."""
     client: Any = context.client
     client.requests.clear()
     given = {key: value for key, value in body.items() if value is not None}
@@ -293,8 +293,8 @@ def observed(api: TestClient, context: ApiContext, name: str, body: Any) -> dict
         name, given = "generate", {"text": "Hi", "sampling_params": given}
     path = path_of(name)
     if "/ID/" in path:
-        kept = {"prompt": "Hi", "max_tokens": 2, "keep_s": 60, "n": 2, "seed": 1}
-        path = path.replace("ID", api.post("/v1/completions", json=kept).json()["id"])
+        retained = {"prompt": "Hi", "max_tokens": 2, "keep_s": 60, "n": 2, "seed": 1}
+        path = path.replace("ID", api.post("/v1/completions", json=retained).json()["id"])
         client.requests.clear()
     answer = api.post(path, json=given)
     is_json = answer.headers["content-type"] == "application/json"
@@ -331,18 +331,18 @@ def served() -> Iterator[tuple[TestClient, ApiContext]]:
 
 @pytest.fixture(autouse=True)
 def special_token_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo model has no special tokens around a text; this one stands for them."""
+    """Add token 3 as a special token before each text, because the demo model has none there."""
     encode = Tokenizer.encode
 
-    def with_mark(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    def with_special(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = encode(self, text, add_special_tokens)
         return [3, *ids] if add_special_tokens else ids
 
-    monkeypatch.setattr(Tokenizer, "encode", with_mark)
+    monkeypatch.setattr(Tokenizer, "encode", with_special)
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_field_that_is_taken_sets_what_it_declares(
+def test_taken_fields_set_what_they_declare(
     served: tuple[TestClient, ApiContext], name: str
 ) -> None:
     plain = observed(*served, name, BODIES[name])
@@ -366,9 +366,7 @@ def test_a_field_that_is_taken_sets_what_it_declares(
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_field_that_is_ignored_changes_nothing(
-    served: tuple[TestClient, ApiContext], name: str
-) -> None:
+def test_ignored_fields_change_nothing(served: tuple[TestClient, ApiContext], name: str) -> None:
     ignored = {row.field: {"a": 1} for row in ROWS if row.api == name and row.fate == IGNORED}
     plain = observed(*served, name, BODIES[name])
     with_all = observed(*served, name, BODIES[name] | ignored)
@@ -378,7 +376,7 @@ def test_a_field_that_is_ignored_changes_nothing(
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_field_that_is_refused_is_a_400_with_its_name_and_advice(
+def test_refused_fields_give_400_with_name_and_advice(
     served: tuple[TestClient, ApiContext], name: str
 ) -> None:
     for row in ROWS:
@@ -390,12 +388,12 @@ def test_a_field_that_is_refused_is_a_400_with_its_name_and_advice(
             assert name.startswith(("messages", "api/")) or error["param"] == row.field
 
 
-def test_refused_fields_of_all_bodies_are_accepted_at_neutral_values_only() -> None:
+def test_refused_fields_are_accepted_only_at_neutral_values() -> None:
     kinds = bodies()
     refused = [row for row in rows() if row.fate == REFUSED]
     assert {row.api for row in refused} >= {"embeddings", "score", "rerank", "stream"}
     for row in refused:
-        assert row.advice and "not supported" not in row.advice, f"say why: {row}"
+        assert row.advice and "not supported" not in row.advice, f"explain the refusal: {row}"
         kind = kinds[row.api]
         for value in (None, *row.values):
             check_neutral(kind.model_construct(**{row.field: value}))
@@ -404,20 +402,20 @@ def test_refused_fields_of_all_bodies_are_accepted_at_neutral_values_only() -> N
         assert (error.value.status, error.value.param) == (400, row.field)
 
 
-def test_two_equal_streams_are_equal(served: tuple[TestClient, ApiContext]) -> None:
+def test_equal_requests_give_equal_streams(served: tuple[TestClient, ApiContext]) -> None:
     body = BODIES["completions"] | {"stream": True}
     first, second = (observed(*served, "completions", body)["response"] for _ in range(2))
     assert first == second and "data: " in first
 
 
-def test_the_table_has_every_body_of_the_app(served: tuple[TestClient, ApiContext]) -> None:
+def test_field_table_covers_every_body_of_the_app(served: tuple[TestClient, ApiContext]) -> None:
     app: Any = served[0].app
     routes = [route for route in app.routes if isinstance(route, Route)]
     kinds = {body_class(route.endpoint) for route in routes} - {None}
     assert kinds <= set(bodies().values())
 
 
-def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
+def test_field_pages_are_up_to_date(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 0
     for name, is_native in (
         ("fields.md", False),
@@ -429,7 +427,7 @@ def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
         assert len(lines) <= MAX_LINES
         assert all(len(line) <= MAX_COLUMNS for line in lines if not line.startswith("|"))
         here = {api for api in bodies() if is_of_other_engine(api) == is_native}
-        inherited = {  # the page names the body of the other page that has them
+        inherited = {  # the page refers to the other page's body for these
             (api, field)
             for api, kind in bodies().items()
             for other, base in bodies().items()

@@ -22,7 +22,7 @@ BODIES: dict[str, tuple[type[OpenBody], dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, {"input": "Hi", "max_output_tokens": 4}),
     "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 4}),
 }
-LEFT_OUT = {name: 3 for names in HARMLESS for name in names.split()}
+HARMLESS_FIELDS = {name: 3 for names in HARMLESS for name in names.split()}
 UNUSUAL = {"b": 1}  # neutral for no field
 
 
@@ -31,28 +31,28 @@ def foreign_to(kind: type[OpenBody]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_would_change_the_text_is_refused(api: TestClient, path: str) -> None:
+def test_fields_that_would_change_the_text_are_refused(api: TestClient, path: str) -> None:
     kind, body = BODIES[path]
     names = foreign_to(kind)
     assert len(names) > 40
     for name in names:
         refused = api.post(path, json=body | {name: UNUSUAL})
         assert refused.status_code == 400, (name, refused.text)
-        # /v1/messages names its own field for formats.
+        # /v1/messages names its own field for output formats.
         begins = (f"{name}=", "output_config.format=")
         assert refused.json()["error"]["message"].startswith(begins), refused.text
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_clients_send_with_every_request_is_no_error(api: TestClient, path: str) -> None:
+def test_neutral_values_and_harmless_fields_are_accepted(api: TestClient, path: str) -> None:
     kind, body = BODIES[path]
     neutral = {name: (FOREIGN[name].values or (None,))[-1] for name in foreign_to(kind)}
-    answer = api.post(path, json=body | neutral | LEFT_OUT)
+    answer = api.post(path, json=body | neutral | HARMLESS_FIELDS)
     assert answer.status_code == 200, answer.text
     assert "mirostat" in answer.headers[IGNORED_HEADER]
 
 
-def test_true_is_no_number() -> None:
+def test_neutral_values_distinguish_booleans_from_numbers() -> None:
     check_foreign({"mirostat": 0}, ("mirostat",))
     for name, value in (("mirostat", True), ("do_sample", 1), ("typical_p", 0.9)):
         with pytest.raises(ApiError, match=f"^{name}="):
@@ -70,7 +70,9 @@ def test_true_is_no_number() -> None:
     ],
     ids=lambda field: next(iter(field)),
 )
-def test_their_constraints_hold(api: TestClient, path: str, field: dict[str, Any]) -> None:
+def test_constraints_in_other_engines_fields_hold(
+    api: TestClient, path: str, field: dict[str, Any]
+) -> None:
     answer = api.post(path, json=BODIES[path][1] | {"max_tokens": 8} | field)
     assert answer.status_code == 200, answer.text
     [choice] = answer.json()["choices"]
@@ -92,7 +94,7 @@ def test_two_constraints_exclude_each_other(api: TestClient) -> None:
     assert refused.status_code == 400 and "exclude each other" in refused.text
 
 
-def test_a_pattern_of_white_space_alone_is_not_left_out(api: TestClient) -> None:
+def test_whitespace_pattern_without_guided_json_is_refused(api: TestClient) -> None:
     for more in ({}, {"response_format": {"type": "json_object"}}):
         refused = api.post(
             "/v1/completions", json={"prompt": "Hi", "guided_whitespace_pattern": " ?"} | more
@@ -101,7 +103,7 @@ def test_a_pattern_of_white_space_alone_is_not_left_out(api: TestClient) -> None
         assert refused.json()["error"]["param"] == "guided_whitespace_pattern"
 
 
-def test_extra_args_of_the_python_api() -> None:
+def test_extra_args_of_the_python_api_reject_unknown_names() -> None:
     with pytest.raises(RequestError, match=r"extra_args\['grammar'\] is unknown"):
         SamplingParams(extra_args={"grammar": "root ::= 'a'"})
     assert SamplingParams(extra_args={"kv_transfer_params": {}}).extra_args is not None

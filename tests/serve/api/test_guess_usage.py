@@ -22,11 +22,11 @@ STEPS: list[Stepped] = []
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[TestClient]:
-    """It guesses whenever it can, however long steps take."""
-    guesses = {"method": "ngram", "prompt_lookup_max": 1, "num_speculative_tokens": 3}
+    """A server that drafts whenever it can, however long steps take."""
+    drafter = {"method": "ngram", "prompt_lookup_max": 1, "num_speculative_tokens": 3}
     config = config_from_flat(
         model="demo", max_num_seqs=8, max_model_len=256, kv_cache_memory_bytes=16 << 20,
-        disable_log_stats=True, speculative_config=guesses,
+        disable_log_stats=True, speculative_config=drafter,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepTimes, "observe", lambda *_: None)
@@ -57,10 +57,10 @@ def usage_of(api: TestClient, path: str, body: dict[str, Any]) -> dict[str, Any]
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_was_tried_and_what_was_right(
+def test_usage_counts_accepted_and_rejected_draft_tokens(
     api: TestClient, path: str, stream: bool, n: int
 ) -> None:
-    """Also where a sequence ends within its guesses. Few tokens may come, so they come again."""
+    """A bias favours few tokens, so the text repeats itself. Sequences may end within drafts."""
     prompt = {"prompt": TEXT} if path == "/v1/completions" else {"messages": MESSAGES}
     body = prompt | {
         "model": "demo", "n": n, "max_tokens": 40, "seed": 5, "temperature": 2.0, "stream": stream,
@@ -69,14 +69,14 @@ def test_what_was_tried_and_what_was_right(
     }  # fmt: skip
     usage = usage_of(api, path, body)
     details = usage["completion_tokens_details"]
-    accepted, guessed = sum(s.num_accepted for s in STEPS), sum(s.num_draft_tokens for s in STEPS)
+    accepted, drafted = sum(s.num_accepted for s in STEPS), sum(s.num_draft_tokens for s in STEPS)
     found = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
-    assert found == (accepted, guessed - accepted) and guessed > 0
+    assert found == (accepted, drafted - accepted) and drafted > 0
     assert usage["completion_tokens"] == sum(len(step.rows) for step in STEPS) + accepted
 
 
-def test_guesses_that_are_all_right(api: TestClient) -> None:
-    """A bias makes the answer certain."""
+def test_nearly_all_drafts_of_a_certain_answer_are_accepted(api: TestClient) -> None:
+    """A logit bias makes each token certain."""
     body = {"model": "demo", "prompt": TEXT, "max_tokens": 41, "temperature": 0.0}
     bias = {"logit_bias": {"40": 100}, "ignore_eos": True}
     details = usage_of(api, "/v1/completions", body | bias)["completion_tokens_details"]
@@ -84,15 +84,15 @@ def test_guesses_that_are_all_right(api: TestClient) -> None:
     assert details["rejected_prediction_tokens"] <= 3
 
 
-def test_a_stop_string_leaves_out_only_what_came_after_it(api: TestClient) -> None:
+def test_usage_excludes_only_drafts_after_a_stop_string(api: TestClient) -> None:
     body = {"model": "demo", "prompt": TEXT, "max_tokens": 60, "temperature": 0.0, "stop": ["two"]}
     usage = usage_of(api, "/v1/completions", body)
     details = usage.get("completion_tokens_details", {})
-    accepted, guessed = sum(s.num_accepted for s in STEPS), sum(s.num_draft_tokens for s in STEPS)
+    accepted, drafted = sum(s.num_accepted for s in STEPS), sum(s.num_draft_tokens for s in STEPS)
     assert 0 <= accepted - details.get("accepted_prediction_tokens", 0) <= 3
-    assert sum(details.values()) <= guessed
+    assert sum(details.values()) <= drafted
 
 
-def test_nothing_is_told_where_nothing_was_guessed(api: TestClient) -> None:
+def test_usage_omits_draft_details_without_drafts(api: TestClient) -> None:
     body = {"model": "demo", "prompt": "Why", "max_tokens": 1}
     assert "completion_tokens_details" not in usage_of(api, "/v1/completions", body)

@@ -1,5 +1,7 @@
-"""Both legs of a prompt that one server computes and another one answers, as vLLM's routers send
-them: completions and chat, in one piece and streamed."""
+"""Disaggregated serving: one server computes a prompt, and another one generates the answer.
+
+The tests send the requests of vLLM's routers, for completions and chat, whole and streamed.
+"""
 
 import json
 from collections.abc import Iterator
@@ -17,8 +19,8 @@ from tests.serve.api.conftest import MODEL
 from tests.support.serve.fake_client import FakeClient
 
 TEXT = "Once upon a time there was a little fox who lived in a forest with its mother. " * 3
-# As vLLM's proxy and llm-d's sidecar begin a request.
-FIRST_LEG = {
+# The params that vLLM's proxy and llm-d's sidecar send to the first server.
+PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -69,48 +71,52 @@ def text_of(answer: Any) -> str:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_both_legs(pair: list[TestClient], path: str) -> None:
+def test_second_server_continues_from_the_first_servers_blocks(
+    pair: list[TestClient], path: str
+) -> None:
     first, second = pair
     body = BODIES[path] | {"temperature": 0, "cache_salt": path}
     alone = first.post(path, json=body | {"max_tokens": 12}).json()
     assert "kv_transfer_params" not in alone
-    leg = {"max_tokens": 1, "stream": False, "kv_transfer_params": FIRST_LEG}
-    told = first.post(path, json=body | leg).json()["kv_transfer_params"]
-    assert told["do_remote_prefill"] is True and told["do_remote_decode"] is False
-    assert told["remote_num_blocks"] >= 4 and len(told["remote_block_ids"]) == 1
-    leg = {"max_tokens": 12, "kv_transfer_params": told | {"tp_size": 1, "unknown": [1]}}
-    answer = second.post(path, json=body | leg).json()
+    transfer = {"max_tokens": 1, "stream": False, "kv_transfer_params": PREFILL}
+    handover = first.post(path, json=body | transfer).json()["kv_transfer_params"]
+    assert handover["do_remote_prefill"] is True and handover["do_remote_decode"] is False
+    assert handover["remote_num_blocks"] >= 4 and len(handover["remote_block_ids"]) == 1
+    transfer = {"max_tokens": 12, "kv_transfer_params": handover | {"tp_size": 1, "unknown": [1]}}
+    answer = second.post(path, json=body | transfer).json()
     assert text_of(answer) == text_of(alone)
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     num_prompt = answer["usage"]["prompt_tokens"]
-    assert told["remote_num_blocks"] == num_prompt // 16
-    assert cached == (num_prompt - 1) // 16 * 16, "the last token is computed here"
+    assert handover["remote_num_blocks"] == num_prompt // 16
+    assert cached == (num_prompt - 1) // 16 * 16, "the second server computes the last token"
     assert "kv_transfer_params" not in answer
-    streamed = second.post(path, json=body | leg | {"stream": True})
+    streamed = second.post(path, json=body | transfer | {"stream": True})
     assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}])
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_tells_at_its_end(pair: list[TestClient], path: str, more: Any) -> None:
-    """Beside the reason for which it ends, as an answer in one piece does."""
+def test_stream_sends_transfer_params_with_the_finish_reason(
+    pair: list[TestClient], path: str, more: Any
+) -> None:
+    """They equal those of a whole response."""
     body = BODIES[path] | {"temperature": 0, "cache_salt": f"stream {path}", "max_tokens": 4}
-    leg = {"kv_transfer_params": FIRST_LEG}
-    told = pair[0].post(path, json=body | leg).json()["kv_transfer_params"]
-    streamed = pair[0].post(path, json=body | leg | {"stream": True} | more).text
+    transfer = {"kv_transfer_params": PREFILL}
+    handover = pair[0].post(path, json=body | transfer).json()["kv_transfer_params"]
+    streamed = pair[0].post(path, json=body | transfer | {"stream": True} | more).text
     lines = [line for line in streamed.splitlines() if line.startswith("data: {")]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
-    telling = [chunk for chunk in chunks if "kv_transfer_params" in chunk]
-    assert [chunk["kv_transfer_params"] for chunk in telling] == [told]
-    assert telling[0]["choices"][0]["finish_reason"] == "length"
+    with_params = [chunk for chunk in chunks if "kv_transfer_params" in chunk]
+    assert [chunk["kv_transfer_params"] for chunk in with_params] == [handover]
+    assert with_params[0]["choices"][0]["finish_reason"] == "length"
     plain = pair[0].post(path, json=body | {"stream": True}).text
     assert "kv_transfer_params" not in plain
 
 
-def test_odd_params_are_refused_and_empty_ones_are_not(pair: list[TestClient]) -> None:
+def test_invalid_transfer_params_are_refused_empty_ones_accepted(pair: list[TestClient]) -> None:
     body = {"prompt": "Hi", "max_tokens": 1}
-    for odd in ({"do_remote_decode": "maybe"}, {str(i): 0 for i in range(65)}):
-        answer = pair[0].post("/v1/completions", json=body | {"kv_transfer_params": odd})
+    for invalid in ({"do_remote_decode": "maybe"}, {str(i): 0 for i in range(65)}):
+        answer = pair[0].post("/v1/completions", json=body | {"kv_transfer_params": invalid})
         assert answer.status_code == 400
         assert "kv_transfer_params" in answer.json()["error"]["message"]
     for empty in (None, {}, {"do_remote_prefill": False}):
@@ -118,7 +124,7 @@ def test_odd_params_are_refused_and_empty_ones_are_not(pair: list[TestClient]) -
         assert answer.status_code == 200, answer.text
 
 
-def test_several_prompts_have_no_params_in_common(pair: list[TestClient]) -> None:
-    body = {"prompt": [TEXT, TEXT + "It was"], "max_tokens": 1, "kv_transfer_params": FIRST_LEG}
+def test_several_prompts_get_no_transfer_params(pair: list[TestClient]) -> None:
+    body = {"prompt": [TEXT, TEXT + "It was"], "max_tokens": 1, "kv_transfer_params": PREFILL}
     answer = pair[0].post("/v1/completions", json=body).json()
     assert len(answer["choices"]) == 2 and "kv_transfer_params" not in answer

@@ -1,4 +1,4 @@
-"""Hooks of a server, through HTTP and WebSocket: the responses of clients, and the engine's work.
+"""Hooks of a server over HTTP and WebSocket: the clients' responses and the engine's work.
 
 Covers `serve/api/openai/hooked_prompt.py`.
 """
@@ -29,7 +29,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 SAMPLED: dict[str, Any] = GREEDY | {"temperature": 1.2, "seed": 11, "n": 2}
-ASKS: list[tuple[str, dict[str, Any]]] = [
+CASES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": MESSAGES, **GREEDY}),
     (COMPLETIONS, {"prompt": "Once upon a time", **GREEDY}),
 ]
@@ -38,7 +38,7 @@ END = "content_filter"
 
 
 class Prompts:
-    """Refuses a word, and replaces another one."""
+    """Refuses prompts with "forbidden", and replaces "war" with "story"."""
 
     def __init__(self) -> None:
         self.seen: list[HookRequest] = []
@@ -59,7 +59,7 @@ class Prompts:
 
 
 class Ending:
-    """Ends a request when its choice has had so many pieces; keeps the text that it withheld."""
+    """Ends the request after `after` pieces of one choice; records the piece that it withholds."""
 
     def __init__(self, after: int, choice: int = 0) -> None:
         self.after, self.choice = after, choice
@@ -104,7 +104,7 @@ class CallFilter:
 
 @pytest.fixture
 def idle(api_context: ApiContext) -> Iterator[None]:
-    """After the test nothing of it is left in the engine."""
+    """Check after the test that the engine has no requests and no used blocks."""
     yield
     scheduler = api_context.client.engine.client.core.scheduler
     wait_until(lambda: api_context.client.num_unfinished == 0)
@@ -128,7 +128,7 @@ def post(api: TestClient, path: str, body: dict[str, Any]) -> Any:
 
 
 def stream(api: TestClient, path: str, body: dict[str, Any]) -> tuple[list[Any], str]:
-    """All chunks, and all that came over the socket."""
+    """Return all chunks, and the raw text of the response."""
     answer = api.post(path, json=body | {"stream": True})
     assert answer.status_code == 200, answer.text
     *events, done = [line[6:] for line in answer.text.splitlines() if line]
@@ -165,7 +165,7 @@ def last_by_index(chunks: list[Any]) -> dict[int, Any]:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_refused(
+def test_hook_refuses_a_prompt_with_400(
     api: TestClient, api_context: ApiContext, path: str, given: dict[str, Any], stream: bool
 ) -> None:
     use(api_context, Prompts())
@@ -178,20 +178,20 @@ def test_a_prompt_that_is_refused(
     assert api_context.client.num_generated == 0
 
 
-def test_ids_are_no_way_around(api: TestClient, api_context: ApiContext) -> None:
+def test_token_ids_do_not_bypass_the_prompt_hook(api: TestClient, api_context: ApiContext) -> None:
     use(api_context, Prompts())
     ids = twin().renderer.render("a forbidden thing").token_ids
     for prompt in (ids, [[5], ids]):
         answer = api.post(COMPLETIONS, json={"prompt": prompt, **GREEDY})
         assert answer.json()["error"]["code"] == "content_filter"
-    odd = [*ids, 1 << 20]  # could be cut off later
-    for prompt in (odd, [odd], [True, *ids], [-1]):
+    bad_ids = [*ids, 1 << 20]  # truncation could remove the invalid token
+    for prompt in (bad_ids, [bad_ids], [True, *ids], [-1]):
         body = {"prompt": prompt, "truncate_prompt_tokens": 3, "truncation_side": "right"}
         assert api.post(COMPLETIONS, json=body).json()["error"]["param"] == "prompt"
     assert api_context.client.num_generated == 0
 
 
-def test_a_prompt_that_is_changed(api: TestClient, api_context: ApiContext) -> None:
+def test_hook_replaces_the_prompt(api: TestClient, api_context: ApiContext) -> None:
     hook = Prompts()
     use(api_context, hook)
     war = [{"role": "user", "content": "Tell me a war."}]
@@ -211,7 +211,7 @@ def test_a_prompt_that_is_changed(api: TestClient, api_context: ApiContext) -> N
     assert hook.seen[2].prompt_token_ids == ids and hook.seen[2].prompt == text
 
 
-def test_what_is_told_of_a_request(make_context: MakeContext) -> None:
+def test_hook_receives_id_tenant_model_messages_and_params(make_context: MakeContext) -> None:
     context, hook = make_context(api_key=("a", "b")), Prompts()
     use(context, hook)
     body = {"messages": QUESTION, "tools": TOOLS, **SAMPLED}
@@ -224,11 +224,11 @@ def test_what_is_told_of_a_request(make_context: MakeContext) -> None:
     assert seen.params == {name: body[name] for name in ("temperature", "max_tokens", "seed", "n")}
 
 
-# ---- what goes out -----------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("path", "body"), ASKS)
-def test_pieces_that_are_changed(
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_hook_replaces_pieces_of_the_text(
     api: TestClient, api_context: ApiContext, path: str, body: dict[str, Any]
 ) -> None:
     plain = post(api, path, body)["choices"][0]
@@ -239,8 +239,8 @@ def test_pieces_that_are_changed(
     assert last_by_index(chunks)[0]["finish_reason"] == plain["finish_reason"]
 
 
-@pytest.mark.parametrize(("path", "body"), ASKS)
-def test_hooks_that_only_look_change_nothing(
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_read_only_hook_leaves_the_response_unchanged(
     api: TestClient, api_context: ApiContext, path: str, body: dict[str, Any]
 ) -> None:
     logprobs: dict[str, Any] = {"logprobs": True} if path == CHAT else {"logprobs": 1}
@@ -254,10 +254,10 @@ def test_hooks_that_only_look_change_nothing(
     assert last["logprobs"] == plain["choices"][0]["logprobs"]
 
 
-def test_a_changed_choice_has_no_experts(
+def test_changed_choice_omits_token_ids_and_experts(
     api: TestClient, api_context: ApiContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are about the tokens, which it has lost."""
+    """Both describe the original tokens, which the changed text no longer has."""
     monkeypatch.setattr(tokens, "weights_fields", lambda _: {"routed_experts": "an array"})
     ids = twin().renderer.render("Once upon a time").token_ids
     body = {"token_ids": ids, "sampling_params": {"max_tokens": 8, "temperature": 0}}
@@ -267,12 +267,12 @@ def test_a_changed_choice_has_no_experts(
         assert choice["routed_experts"] == wanted and bool(choice["token_ids"]) == bool(wanted)
 
 
-@pytest.mark.parametrize(("path", "body"), ASKS)
+@pytest.mark.parametrize(("path", "body"), CASES)
 @pytest.mark.parametrize("after", [0, 3])
-def test_an_end_in_a_stream(
+def test_hook_ends_a_stream(
     api: TestClient, api_context: ApiContext, path: str, body: dict[str, Any], after: int
 ) -> None:
-    """The engine is told at once; nothing of what was withheld is sent."""
+    """The engine aborts the request, and the withheld text is never sent."""
     hook, client = Ending(after), api_context.client
     use(api_context, hook)
     logprobs: dict[str, Any] = {"logprobs": True} if path == CHAT else {"logprobs": 5}
@@ -288,10 +288,11 @@ def test_an_end_in_a_stream(
         assert given["logprobs"] is None and not given.get("token_ids")
 
 
-@pytest.mark.parametrize(("path", "body"), ASKS)
-def test_an_end_of_one_of_two_choices(
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_hook_ends_one_of_two_choices(
     api: TestClient, api_context: ApiContext, path: str, body: dict[str, Any]
 ) -> None:
+    """A stream ends with both choices. In a whole response the other choice is already complete."""
     use(api_context, Ending(4, choice=1))
     chunks, _ = stream(api, path, body | SAMPLED | {"max_tokens": 400})
     found = last_by_index(chunks)
@@ -303,7 +304,7 @@ def test_an_end_of_one_of_two_choices(
     assert (second["finish_reason"], second["stop_reason"], shown(second)) == (END, REASON, "")
 
 
-def test_an_end_ends_all_prompts_of_a_body(api: TestClient, api_context: ApiContext) -> None:
+def test_hook_end_aborts_all_prompts_of_a_request(api: TestClient, api_context: ApiContext) -> None:
     use(api_context, Ending(4, choice=1))
     body = GREEDY | {"prompt": ["Once upon a time", "The cat", "Why"], "max_tokens": 400}
     chunks, _ = stream(api, COMPLETIONS, body)
@@ -311,16 +312,16 @@ def test_an_end_ends_all_prompts_of_a_body(api: TestClient, api_context: ApiCont
     assert api_context.client.num_aborted == 3
 
 
-def test_the_official_client_reads_an_end(
+def test_openai_client_reads_the_content_filter_finish(
     openai_client: openai.OpenAI, server_context: ApiContext
 ) -> None:
     use(server_context, Ending(3))
     try:
-        asked: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 0}
-        with openai_client.chat.completions.create(**asked, stream=True) as chunks:
+        chat_fields: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "temperature": 0}
+        with openai_client.chat.completions.create(**chat_fields, stream=True) as chunks:
             *_, last = list(chunks)
         use(server_context, Ending(0))
-        answer = openai_client.chat.completions.create(**asked)
+        answer = openai_client.chat.completions.create(**chat_fields)
     finally:
         server_context.hooks = None
     for choice in (last.choices[0], answer.choices[0]):
@@ -329,7 +330,7 @@ def test_the_official_client_reads_an_end(
     assert answer.choices[0].message.content == ""
 
 
-# ---- calls of tools ----------------------------------------------------------------------------
+# ---- tool calls --------------------------------------------------------------------------------
 
 
 def calls_of(chunks: list[Any]) -> list[Any]:
@@ -337,7 +338,7 @@ def calls_of(chunks: list[Any]) -> list[Any]:
     return [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
 
 
-def test_calls_that_are_changed(api: TestClient, api_context: ApiContext) -> None:
+def test_hook_replaces_tool_call_arguments(api: TestClient, api_context: ApiContext) -> None:
     hook, body = CallFilter(), {"messages": QUESTION, "tools": TOOLS, "temperature": 0}
     use(api_context, hook)
     choice = post(api, CHAT, body)["choices"][0]
@@ -353,7 +354,7 @@ def test_calls_that_are_changed(api: TestClient, api_context: ApiContext) -> Non
     assert hook.seen[0].name == "get_weather" and hook.seen[0].call_id.startswith("call_")
 
 
-def test_calls_that_end_the_request(api: TestClient, api_context: ApiContext) -> None:
+def test_hook_ends_the_request_at_a_tool_call(api: TestClient, api_context: ApiContext) -> None:
     use(api_context, CallFilter())
     body = {"messages": QUESTION, "tools": TOOLS, "temperature": 0, "user": "somebody"}
     choice = post(api, CHAT, body)["choices"][0]
@@ -369,8 +370,8 @@ def test_calls_that_end_the_request(api: TestClient, api_context: ApiContext) ->
 # ---- hooks that fail ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("path", "body"), ASKS)
-def test_a_hook_that_raises(
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_failing_output_hook_reports_500_without_details(
     api: TestClient, api_context: ApiContext, path: str, body: dict[str, Any]
 ) -> None:
     for streams in (False, True):
@@ -388,44 +389,46 @@ def test_a_hook_that_raises(
     post(api, path, body)
 
 
-def test_a_hook_that_hangs_ends_its_own_request(
+def test_hanging_hooks_time_out_then_give_503_until_they_return(
     make_context: MakeContext, api_context: ApiContext
 ) -> None:
     go = threading.Event()
     hook = Failing(go=go)
     use(api_context, hook, timeout_s=0.2)
     with TestClient(create_app(api_context)) as api:
-        answer = api.post(COMPLETIONS, json=ASKS[1][1])
+        answer = api.post(COMPLETIONS, json=CASES[1][1])
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "hook_timed_out")
         assert api.get("/health").status_code == 200
         hook.after = 1 << 20
-        post(api, COMPLETIONS, ASKS[1][1])
+        post(api, COMPLETIONS, CASES[1][1])
         hook.after = 0
-        codes = [api.post(COMPLETIONS, json=ASKS[1][1]).json()["error"]["code"] for _ in range(9)]
+        codes = [api.post(COMPLETIONS, json=CASES[1][1]).json()["error"]["code"] for _ in range(9)]
         assert codes == ["hook_timed_out"] * 7 + ["hook_unavailable"] * 2
-        answer = api.post(COMPLETIONS, json=ASKS[1][1])
+        answer = api.post(COMPLETIONS, json=CASES[1][1])
         assert answer.status_code == 503 and answer.headers["retry-after"]
         go.set()
-        wait_until(lambda: api.post(COMPLETIONS, json=ASKS[1][1]).status_code == 200)
+        wait_until(lambda: api.post(COMPLETIONS, json=CASES[1][1]).status_code == 200)
 
 
-def test_a_prompt_hook_that_fails(api: TestClient, api_context: ApiContext) -> None:
+def test_failing_prompt_hook_reports_500_without_details(
+    api: TestClient, api_context: ApiContext
+) -> None:
     class Broken:
         def before_admission(self, request: HookRequest) -> None:
             raise RuntimeError("a secret path")
 
     use(api_context, Broken())
-    for path, body in ASKS:
+    for path, body in CASES:
         answer = api.post(path, json=body)
         assert answer.status_code == 500 and "secret" not in answer.text
         assert answer.json()["error"]["code"] == "hook_failed"
     assert api_context.client.num_generated == 0
 
 
-# ---- prompts in pieces -------------------------------------------------------------------------
+# ---- open prompts ------------------------------------------------------------------------------
 
 
-def ask_in_pieces(api: TestClient, *pieces: Any, **fields: Any) -> list[Any]:
+def send_in_pieces(api: TestClient, *pieces: Any, **fields: Any) -> list[Any]:
     with api.websocket_connect("/v1/stream") as line:
         line.send_json({"type": "start", **GREEDY, **fields})
         for piece in pieces:
@@ -437,11 +440,11 @@ def ask_in_pieces(api: TestClient, *pieces: Any, **fields: Any) -> list[Any]:
         return found
 
 
-def test_hooks_see_a_prompt_in_pieces_whole(api: TestClient, api_context: ApiContext) -> None:
+def test_hook_sees_an_open_prompt_as_one_text(api: TestClient, api_context: ApiContext) -> None:
     hook = Prompts()
     use(api_context, hook)
     ids = twin().renderer.render(" of").token_ids
-    found = ask_in_pieces(api, "A wa", "r", ids)
+    found = send_in_pieces(api, "A wa", "r", ids)
     wanted = text_of("A story of", max_tokens=24, ignore_eos=True)
     assert text_by_index(found[1:-1])[0] == wanted
     assert found[-2]["usage"]["prompt_tokens"] == len(
@@ -449,28 +452,30 @@ def test_hooks_see_a_prompt_in_pieces_whole(api: TestClient, api_context: ApiCon
     )
     [seen] = hook.seen
     assert seen.prompt == "A war of"
-    error = ask_in_pieces(api, "a forb", "idden thing")[-1]["error"]
+    error = send_in_pieces(api, "a forb", "idden thing")[-1]["error"]
     assert error["code"] == "content_filter"
     assert api_context.client.num_generated == 1
-    assert text_by_index(ask_in_pieces(api, "Once upon", " a time")[1:-1])[0] == text_of(
+    assert text_by_index(send_in_pieces(api, "Once upon", " a time")[1:-1])[0] == text_of(
         "Once upon a time", max_tokens=24, ignore_eos=True
     )
-    too_long = ask_in_pieces(api, [5] * 300, [5] * 300)[-1]["error"]
+    too_long = send_in_pieces(api, [5] * 300, [5] * 300)[-1]["error"]
     assert too_long["code"] == "context_length_exceeded"
 
 
-def test_pieces_of_an_answer_to_pieces(api: TestClient, api_context: ApiContext) -> None:
+def test_hooks_filter_the_answer_to_an_open_prompt(
+    api: TestClient, api_context: ApiContext
+) -> None:
     use(api_context, Upper())
     story = text_of("Once upon a time", max_tokens=24, ignore_eos=True)
-    found = ask_in_pieces(api, "Once upon", " a time")
+    found = send_in_pieces(api, "Once upon", " a time")
     assert text_by_index(found[1:-1])[0] == story.upper()
     use(api_context, Ending(3))
-    *_, end, usage, done = ask_in_pieces(api, "Once upon", " a time", max_tokens=400)
+    *_, end, usage, done = send_in_pieces(api, "Once upon", " a time", max_tokens=400)
     assert end["choices"][0]["finish_reason"] == END and done["type"] == "done"
     assert end["choices"][0]["stop_reason"] == REASON and usage["usage"]
     assert api_context.client.num_aborted == 1
     use(api_context, Failing(after=2))
-    with api.websocket_connect("/v1/stream") as line:  # which stays open
+    with api.websocket_connect("/v1/stream") as line:  # the connection stays open
         for _ in range(2):
             line.send_json({"type": "start", **GREEDY, "prompt": "Once", "last": True})
             found = [line.receive_json()]
@@ -479,13 +484,13 @@ def test_pieces_of_an_answer_to_pieces(api: TestClient, api_context: ApiContext)
             assert found[-1]["error"]["code"] == "hook_failed"
 
 
-# ---- beside others -----------------------------------------------------------------------------
+# ---- concurrent requests -----------------------------------------------------------------------
 
 
-def test_others_go_on_while_a_hook_waits_and_its_client_may_leave(
+def test_waiting_hook_blocks_no_other_request_and_its_client_may_leave(
     server_url: str, server_context: ApiContext
 ) -> None:
-    """The engine hears at once that the client has gone, while the hook still runs."""
+    """When the client disconnects, the engine aborts its request while the hook still runs."""
     go, inside, client = threading.Event(), threading.Event(), server_context.client
 
     class Waiting:
@@ -497,7 +502,7 @@ def test_others_go_on_while_a_hook_waits_and_its_client_may_leave(
     use(server_context, Waiting())
     try:
         num_aborted = client.num_aborted
-        body = ASKS[1][1] | {"stream": True, "max_tokens": 400}
+        body = CASES[1][1] | {"stream": True, "max_tokens": 400}
         connection = open_connection(server_url, COMPLETIONS, body | {"user": "waits"})
         assert inside.wait(30)
         other = open_connection(server_url, COMPLETIONS, body)

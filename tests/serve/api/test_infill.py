@@ -1,4 +1,4 @@
-"""`suffix` of /v1/completions."""
+"""The field `suffix` of /v1/completions: fill in the middle."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ BODY = {"prompt": "def f(x):", "suffix": "print(f(2))", "max_tokens": 3, "temper
 
 
 @pytest.fixture
-def able(monkeypatch: pytest.MonkeyPatch, api_context: ApiContext) -> ApiContext:
-    """The demo model, whose tokens for other things now stand for these."""
+def with_infill(monkeypatch: pytest.MonkeyPatch, api_context: ApiContext) -> ApiContext:
+    """The demo model, with some of its other special tokens as infill tokens."""
     names = InfillTokens("<|im_start|>", "<tool_call>", "</tool_call>", ("<|im_end|>", "<|pad|>"))
     monkeypatch.setattr(infill, "FAMILIES", (names,))
     return api_context
 
 
-def test_the_model_is_asked_for_what_stands_between(able: ApiContext, api: TestClient) -> None:
-    tok, client = able.renderer.tokenizer, able.client
+def test_suffix_builds_an_infill_prompt(with_infill: ApiContext, api: TestClient) -> None:
+    tok, client = with_infill.renderer.tokenizer, with_infill.client
     assert tok is not None and isinstance(client, FakeClient)
     first, between, last, end = (
         tok.token_id(name) for name in ("<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>")
@@ -51,14 +51,14 @@ def test_the_model_is_asked_for_what_stands_between(able: ApiContext, api: TestC
         ({"prompt": []}, "prompt"),
     ],
 )
-def test_what_does_not_go(
-    able: ApiContext, api: TestClient, fields: dict[str, Any], param: str
+def test_invalid_infill_requests_are_refused(
+    with_infill: ApiContext, api: TestClient, fields: dict[str, Any], param: str
 ) -> None:
     answer = api.post("/v1/completions", json=BODY | fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_model_without_such_tokens(api: TestClient) -> None:
+def test_suffix_needs_a_model_with_infill_tokens(api: TestClient) -> None:
     answer = api.post("/v1/completions", json=BODY)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "unsupported_value"

@@ -1,5 +1,7 @@
-"""Size of bodies, the count of open requests, and the drain. Against the ASGI app itself, so that
-a test decides what comes in when."""
+"""The size limit of bodies, the count of open requests, and the drain.
+
+Most tests call the ASGI app directly, so that they control when each part of a request arrives.
+"""
 
 import asyncio
 import http.client
@@ -44,8 +46,8 @@ def chunks(body: bytes, size: int = 100) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
-def test_bodies_up_to_the_limit(small: TestClient, in_chunks: bool) -> None:
-    """With a Content-Length, and counted while it comes in."""
+def test_bodies_above_the_size_limit_give_413(small: TestClient, in_chunks: bool) -> None:
+    """Both with a Content-Length, and in chunks that are counted as they arrive."""
     for num_bytes, status in ((LIMIT, 200), (LIMIT + 1, 413), (100 * LIMIT, 413)):
         body = body_of(num_bytes)
         content: Any = chunks(body) if in_chunks else body
@@ -57,7 +59,7 @@ def test_bodies_up_to_the_limit(small: TestClient, in_chunks: bool) -> None:
     assert "x-request-id" in response.headers
 
 
-def test_a_huge_declared_length_is_refused_before_anything_is_sent(
+def test_huge_content_length_is_refused_before_the_body_is_sent(
     make_context: MakeContext,
 ) -> None:
     with serving(make_context(max_body_bytes=LIMIT)) as url:
@@ -71,8 +73,8 @@ def test_a_huge_declared_length_is_refused_before_anything_is_sent(
             connection.close()
 
 
-def test_a_real_client_sees_the_answer_to_a_large_body(make_context: MakeContext) -> None:
-    """It is still writing when the limit is reached; the connection must not be cut off then."""
+def test_client_reads_the_413_while_it_sends_a_large_body(make_context: MakeContext) -> None:
+    """The client is still sending when the limit is reached; the connection must stay open."""
     with serving(make_context(max_body_bytes=1 << 20)) as url:
         for in_chunks in (False, True):
             body = body_of(3 << 20)
@@ -84,7 +86,7 @@ def test_a_real_client_sees_the_answer_to_a_large_body(make_context: MakeContext
 
 
 class Exchange:
-    """One request to an app, with the client's side in the test's hands."""
+    """One request to an app; the test controls the client's side."""
 
     def __init__(self, app: FastAPI, path: str) -> None:
         self.sent: list[Message] = []
@@ -112,13 +114,13 @@ class Exchange:
             self.first_chunk.set()
 
 
-def streaming_app(context: ApiContext, go_on: asyncio.Event) -> FastAPI:
-    """The app with a route that streams, as those that generate do."""
+def streaming_app(context: ApiContext, proceed: asyncio.Event) -> FastAPI:
+    """Return the app with a route that streams like a generating one, and one that fails."""
     app = create_app(context)
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"one"
-        await go_on.wait()
+        await proceed.wait()
         yield b"two"
 
     @app.post("/stream", dependencies=[Depends(generating)])
@@ -134,18 +136,18 @@ def streaming_app(context: ApiContext, go_on: asyncio.Event) -> FastAPI:
 
 
 @pytest.mark.parametrize("end", ["to its end", "client leaves"])
-def test_a_stream_is_open_until_it_has_ended(
+def test_stream_counts_as_open_until_it_ends(
     context_of: Callable[[], ApiContext], end: str
 ) -> None:
     async def run() -> None:
-        context, go_on = context_of(), asyncio.Event()
-        exchange = Exchange(streaming_app(context, go_on), "/stream")
+        context, proceed = context_of(), asyncio.Event()
+        exchange = Exchange(streaming_app(context, proceed), "/stream")
         await exchange.first_chunk.wait()
         assert context.num_open == 1
         if end == "client leaves":
             exchange.leave()
         else:
-            go_on.set()
+            proceed.set()
         await exchange.done
         assert context.num_open == 0
         assert exchange.status == 200
@@ -153,12 +155,12 @@ def test_a_stream_is_open_until_it_has_ended(
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_drain_refuses_new_work_and_lets_open_work_end(
+def test_drain_refuses_new_requests_and_finishes_open_ones(
     context_of: Callable[[], ApiContext],
 ) -> None:
     async def run() -> None:
-        context, go_on = context_of(), asyncio.Event()
-        app = streaming_app(context, go_on)
+        context, proceed = context_of(), asyncio.Event()
+        app = streaming_app(context, proceed)
         open_one = Exchange(app, "/stream")
         await open_one.first_chunk.wait()
         context.draining = True
@@ -168,7 +170,7 @@ def test_a_drain_refuses_new_work_and_lets_open_work_end(
         assert b"retry-after" in dict(refused.sent[0]["headers"])
         assert b"shutting down" in refused.sent[1]["body"]
         assert context.num_open == 1
-        go_on.set()
+        proceed.set()
         await open_one.done
         assert b"".join(message.get("body", b"") for message in open_one.sent) == b"onetwo"
         assert context.num_open == 0
@@ -176,10 +178,10 @@ def test_a_drain_refuses_new_work_and_lets_open_work_end(
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_the_routes_that_generate_are_counted_and_drained(
+def test_generating_routes_are_counted_and_drained(
     server_context: ApiContext, server_url: str, openai_client: openai.OpenAI
 ) -> None:
-    """With the engine held after the first tokens, so that the request stays open."""
+    """The engine stops after the first tokens, so that the request stays open."""
     client, server = server_context.client, httpx.Client(base_url=server_url)
     assert isinstance(client, FakeClient)
     client.hold(after_steps=3)
@@ -203,7 +205,7 @@ def test_the_routes_that_generate_are_counted_and_drained(
         server.close()
 
 
-def test_a_handler_that_raises_is_counted_down_and_answered(
+def test_failed_handler_is_counted_as_ended_and_gives_500(
     context_of: Callable[[], ApiContext], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> Exchange:
@@ -226,10 +228,10 @@ def context_of(make_context: MakeContext) -> Callable[[], ApiContext]:
     return make_context
 
 
-def test_requests_that_never_get_finished_are_given_up(
+def test_incomplete_requests_time_out(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body that stops coming in is answered; half a head is not worth an answer."""
+    """An incomplete body gets a 408; an incomplete head gets no response."""
     monkeypatch.setattr("quire.serve.http.limits.BODY_S", 0.05)
     monkeypatch.setattr("quire.serve.http.http.HEAD_S", 0.05)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

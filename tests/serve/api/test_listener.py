@@ -1,4 +1,7 @@
-"""A listening socket without descriptors for connections; `test_hung_core` has it with a server."""
+"""A listening socket of a process without free file descriptors.
+
+`test_hung_core` tests it with a server.
+"""
 
 import asyncio
 import errno
@@ -17,16 +20,16 @@ def listener() -> Iterator[Listener]:
         yield Listener(fileno=sock.detach())
 
 
-def test_one_round_of_accepting_fails_once(
+def test_failed_accept_ends_the_accept_loop(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """asyncio accepts until BlockingIOError, as often as the backlog is long."""
+    """asyncio calls accept until it raises BlockingIOError, at most once for each backlog entry."""
 
-    def none_left(self: socket.socket) -> None:
+    def no_descriptor_left(self: socket.socket) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(socket.socket, "accept", none_left)
+        patch.setattr(socket.socket, "accept", no_descriptor_left)
         for _ in range(2):
             with pytest.raises(OSError, match="Too many open files"):
                 listener.accept()
@@ -37,7 +40,7 @@ def test_one_round_of_accepting_fails_once(
     listener.close()
 
 
-def test_it_is_one_line_of_the_log_and_all_else_the_usual_report(
+def test_failed_accept_is_logged_in_one_line_other_errors_in_full(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loop = asyncio.new_event_loop()

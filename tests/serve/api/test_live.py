@@ -1,4 +1,4 @@
-"""GET /v1/engine/live: a snapshot and differences that add up, whom it is for, and how it ends."""
+"""GET /v1/engine/live: a snapshot and differences that add up, permissions, and the end."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ KEYS = ("one", "boss")
 
 
 class Viewer:
-    """What a reader of the events knows: it keeps the snapshot and applies differences."""
+    """A client of the events, which stores the snapshot and applies the differences."""
 
     def __init__(self) -> None:
         self.known: dict[str, Any] = {}
@@ -52,20 +52,20 @@ class Viewer:
 
 
 @pytest.mark.parametrize("every", [1, 7])
-def test_snapshot_and_differences_are_the_true_state(every: int) -> None:
-    """Also for a reader who misses frames: the difference is to what it was told last."""
-    viewer, frames, told = Viewer(), None, None
+def test_snapshot_plus_differences_equal_the_engine_state(every: int) -> None:
+    """Also for a client that misses frames: a difference starts from the last frame sent."""
+    viewer, frames, reported = Viewer(), None, None
     for i, bench in enumerate(random_run(21, 150, preemption_mode="swap")):
         frames = frames or LiveFrames(bench.core, bench.clock)
         bench.clock.advance(live_frames.FRAME_S)
         frame = live_over_the_wire(frames.frame())
         if i % every:
             continue
-        if told is None:
+        if reported is None:
             viewer.take(snapshot(frame))
         else:
-            viewer.take({"type": "difference"} | difference(told, frame))
-        told = frame
+            viewer.take({"type": "difference"} | difference(reported, frame))
+        reported = frame
         for g in range(2):
             assert viewer.blocks(g) == blocks_of(bench, g)
         assert [row["id"] for row in viewer.known["running"]] == [
@@ -76,14 +76,14 @@ def test_snapshot_and_differences_are_the_true_state(every: int) -> None:
         assert [row["id"] for row in viewer.known["pinned"]] == pinned
         host = bench.kv.host_pools
         assert viewer.known["host"]["num_swapped"] == sum(pool.num_used for pool in host)
-    assert told is not None
+    assert reported is not None
     moves = sum(len(m.source) for plan in bench.plans[1:] for m in plan.moves)
     kinds = ("copy", "swap_out", "load")
     assert sum(viewer.counts.get(kind, 0) for kind in kinds) <= moves
     assert viewer.num_events > 0
 
 
-def test_what_has_not_changed_is_not_sent() -> None:
+def test_unchanged_state_gives_an_empty_difference() -> None:
     *_, bench = random_run(2, 20)
     frames = LiveFrames(bench.core, bench.clock)
     first = frames.frame()
@@ -97,7 +97,7 @@ def events_of(text: str) -> list[Any]:
 
 
 def read_until(context: ApiContext, enough: Any) -> list[Any]:
-    """The events of a stream that is read in this thread until `enough` of them came."""
+    """Return the events of a stream, read in this thread until `enough` accepts them."""
 
     async def run() -> list[Any]:
         found: list[Any] = []
@@ -110,7 +110,7 @@ def read_until(context: ApiContext, enough: Any) -> list[Any]:
     return asyncio.run(run())
 
 
-def test_a_stream_begins_with_a_snapshot_and_ends_with_the_server(
+def test_stream_starts_with_a_snapshot_and_ends_with_the_server(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "PERIOD_S", 0.001)
@@ -122,17 +122,17 @@ def test_a_stream_begins_with_a_snapshot_and_ends_with_the_server(
     assert events[0]["num_cores"] == 1 and events[0]["states"][0] == "free"
 
 
-def test_frames_that_were_not_made_are_not_sent(
+def test_repeated_frames_are_sent_once(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The core gave the same frame again: it was too early, or it had no time."""
+    """A core returns the same frame again if a new one is not due, or if the core is busy."""
     monkeypatch.setattr(live, "PERIOD_S", 0.0)
     context = make_context()
-    original, asked = context.client.live, []
+    original, requested = context.client.live, []
 
     async def counted(core: int = 0) -> LiveFrame:
-        asked.append(core)
-        context.draining = len(asked) == 20
+        requested.append(core)
+        context.draining = len(requested) == 20
         return await original(core)
 
     monkeypatch.setattr(context.client, "live", counted)
@@ -142,15 +142,15 @@ def test_frames_that_were_not_made_are_not_sent(
         "snapshot",
         "[DONE]",
     ]
-    assert len(asked) == 20
+    assert len(requested) == 20
 
 
-def test_each_key_is_told_of_its_own_requests_alone() -> None:
-    """Of others there are blocks in colours and numbers, and no id."""
+def test_each_key_sees_only_its_own_requests() -> None:
+    """Requests of other tenants appear only as blocks and counts, without ids."""
     *_, bench = random_run(21, 20, preemption_mode="swap", max_num_seqs=3)
     for i in range(6):
-        whose = "mine" if i % 2 else "theirs"
-        bench.add(f"{whose} {i}", list(range(9 + i)), 20, tenant=f"key {i % 2}")
+        owner = "mine" if i % 2 else "theirs"
+        bench.add(f"{owner} {i}", list(range(9 + i)), 20, tenant=f"key {i % 2}")
     bench.step()
     frames = LiveFrames(bench.core, bench.clock)
     first = live_over_the_wire(frames.frame())
@@ -166,22 +166,22 @@ def test_each_key_is_told_of_its_own_requests_alone() -> None:
     viewer.take(events[0])
     viewer.take({"type": "difference"} | events[1])
     assert viewer.blocks(0) == blocks_of(bench, 0)
-    told = viewer.known["running"] + viewer.known["waiting"]
-    assert {row["id"] for row in told} == {"mine 1", "mine 3", "mine 5"}
-    assert viewer.known["num_running"] + viewer.known["num_waiting"] > len(told)
+    reported = viewer.known["running"] + viewer.known["waiting"]
+    assert {row["id"] for row in reported} == {"mine 1", "mine 3", "mine 5"}
+    assert viewer.known["num_running"] + viewer.known["num_waiting"] > len(reported)
 
 
 @pytest.mark.parametrize(("key", "tenant"), [("one", "key 1"), ("boss", None)])
-def test_whom_it_is_for(
+def test_keys_see_their_tenant_and_admin_keys_see_all(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, key: str, tenant: str | None
 ) -> None:
     context = make_context(api_key=KEYS, admin_api_key=KEYS[1:])
-    context.draining = True  # the stream ends at once
-    asked: list[str | None] = []
+    context.draining = True  # the stream ends immediately
+    requested: list[str | None] = []
 
-    def watched(api: ApiContext, core: int, whose: str | None) -> AsyncGenerator[bytes, None]:
-        asked.append(whose)
-        return live_events(api, core, whose)
+    def watched(api: ApiContext, core: int, owner: str | None) -> AsyncGenerator[bytes, None]:
+        requested.append(owner)
+        return live_events(api, core, owner)
 
     monkeypatch.setattr(live, "live_events", watched)
     with TestClient(create_app(context)) as api:
@@ -189,16 +189,16 @@ def test_whom_it_is_for(
         assert api.get(path).status_code == 401
         found = api.get(path, headers={"Authorization": f"Bearer {key}"})
         assert (found.status_code, events_of(found.text)) == (200, ["[DONE]"])
-    assert asked == [tenant]
+    assert requested == [tenant]
 
 
-def test_a_core_that_is_not_there(api: TestClient) -> None:
+def test_unknown_core_is_refused(api: TestClient) -> None:
     refused = api.get("/v1/engine/live?core=1")
     assert refused.status_code == 400 and "data_parallel_rank=1" in refused.text
     assert api.get("/v1/engine/live?core=-1").status_code == 400
 
 
-def test_a_dead_engine_is_told(api: TestClient, api_context: ApiContext) -> None:
+def test_dead_engine_gives_503(api: TestClient, api_context: ApiContext) -> None:
     client = api_context.client
     assert isinstance(client, FakeClient)
     client.kill()
@@ -207,21 +207,21 @@ def test_a_dead_engine_is_told(api: TestClient, api_context: ApiContext) -> None
     client.revive()
 
 
-def test_a_comment_comes_while_no_frame_does(
+def test_keep_alive_comments_are_sent_between_frames(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames may be ten seconds apart; the page takes five without a byte for a dead engine."""
+    """Frames may be 10 s apart, but the page reports a dead engine after 5 s without a byte."""
     assert live.ALIVE_S <= 2.0
     monkeypatch.setattr(live, "ALIVE_S", 0.01)
     monkeypatch.setattr(live, "PERIOD_S", 0.0)
     context = make_context(sse_keep_alive_interval=0)
-    original, sent, num_asked = context.client.live, list[bytes](), count()
+    original, sent, num_requested = context.client.live, list[bytes](), count()
 
     async def run() -> None:
         has_comment = asyncio.Event()
 
         async def late(core: int = 0) -> LiveFrame:
-            if next(num_asked) > 0:
+            if next(num_requested) > 0:
                 await has_comment.wait()
                 context.draining = True
             return await original(core)
@@ -231,10 +231,10 @@ def test_a_comment_comes_while_no_frame_does(
             if sent[-1] == ALIVE:
                 has_comment.set()
 
-        asked = iter([{"type": "http.request", "body": b"", "more_body": False}])
+        requested = iter([{"type": "http.request", "body": b"", "more_body": False}])
 
         async def receive() -> Any:
-            return next(asked, None) or await asyncio.get_running_loop().create_future()
+            return next(requested, None) or await asyncio.get_running_loop().create_future()
 
         monkeypatch.setattr(context.client, "live", late)
         scope = {

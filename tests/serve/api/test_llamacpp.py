@@ -29,7 +29,7 @@ STORY = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def shared(make_context: MakeContext) -> Iterator[TestClient]:
-    """One app for the tests that change nothing about it."""
+    """One app, shared by the tests that do not change it."""
     with TestClient(create_app(make_context()), raise_server_exceptions=False) as client:
         yield client
 
@@ -52,7 +52,7 @@ def error_of(response: Response, status: int = 400) -> dict[str, Any]:
     return found
 
 
-def test_a_text_is_continued_with_counts_and_times(shared: TestClient) -> None:
+def test_completion_reports_tokens_times_and_probabilities(shared: TestClient) -> None:
     expected = direct(STORY, max_tokens=8)
     found = completed(shared, return_tokens=True, n_probs=2)
     assert found["content"] == expected.outputs[0].text and found["prompt"] == STORY
@@ -84,7 +84,9 @@ def test_a_text_is_continued_with_counts_and_times(shared: TestClient) -> None:
         {"prompt": "Hello", "n_predict": -1},
     ],
 )
-def test_a_stream_is_the_answer_in_pieces(shared: TestClient, fields: dict[str, Any]) -> None:
+def test_stream_chunks_add_up_to_the_whole_response(
+    shared: TestClient, fields: dict[str, Any]
+) -> None:
     whole = completed(shared, return_tokens=True, **fields)
     text = post(shared, **{"prompt": STORY} | fields, stream=True).text
     events = [json.loads(each.removeprefix("data: ")) for each in text.strip().split("\n\n")]
@@ -98,7 +100,7 @@ def test_a_stream_is_the_answer_in_pieces(shared: TestClient, fields: dict[str, 
         assert last[name] == whole[name]
 
 
-def test_the_end_has_a_reason(shared: TestClient) -> None:
+def test_stop_type_names_the_reason(shared: TestClient) -> None:
     assert completed(shared, stop=" a")["stop_type"] == "word"
     assert completed(shared, stop=[" a"])["stopping_word"] == " a"
     end = completed(shared, prompt=STORY, grammar='root ::= "yes"')
@@ -106,7 +108,7 @@ def test_the_end_has_a_reason(shared: TestClient) -> None:
     assert completed(shared, json_schema={"const": 5})["content"] == "5"
 
 
-def test_a_prompt_has_several_forms(shared: TestClient) -> None:
+def test_prompt_accepts_several_forms(shared: TestClient) -> None:
     ids = direct(STORY, max_tokens=1).prompt_token_ids
     for prompt in ([STORY], ids, [ids], {"prompt_string": STORY}):
         assert completed(shared, prompt=prompt)["tokens_evaluated"] == 4
@@ -117,7 +119,7 @@ def test_a_prompt_has_several_forms(shared: TestClient) -> None:
         assert error_of(post(shared, prompt=prompt))["param"] == "prompt"
 
 
-def test_fields_of_the_answer_are_chosen(shared: TestClient) -> None:
+def test_response_fields_select_parts_of_the_response(shared: TestClient) -> None:
     names = ["content", "timings/predicted_n", "generation_settings/temperature", "nothing/at/all"]
     found = completed(shared, response_fields=names)
     assert found == {
@@ -131,9 +133,7 @@ def params_of(api: TestClient, context: ApiContext, **fields: Any) -> Any:
     return context.client.requests[-1].params
 
 
-def test_samplers_that_are_not_listed_are_switched_off(
-    api: TestClient, api_context: ApiContext
-) -> None:
+def test_unlisted_samplers_are_disabled(api: TestClient, api_context: ApiContext) -> None:
     given = {"top_k": 5, "top_p": 0.5, "min_p": 0.5, "repeat_penalty": 1.5, "temperature": 0.5}
     params = params_of(api, api_context, **given, samplers=["top_k", "infill"])
     assert (params.top_k, params.top_p, params.min_p) == (5, 1.0, 0.0)
@@ -143,7 +143,7 @@ def test_samplers_that_are_not_listed_are_switched_off(
     assert error_of(post(api, prompt=STORY, samplers=["x"]))["param"] == "samplers"
 
 
-def test_biases_have_several_forms(api: TestClient, api_context: ApiContext) -> None:
+def test_logit_bias_accepts_several_forms(api: TestClient, api_context: ApiContext) -> None:
     tokenizer = api_context.renderer.tokenizer
     assert tokenizer is not None
     fox = tokenizer.encode("fox", add_special_tokens=False)
@@ -155,7 +155,9 @@ def test_biases_have_several_forms(api: TestClient, api_context: ApiContext) -> 
         assert error_of(post(api, prompt=STORY, logit_bias=wrong))["param"] == "logit_bias"
 
 
-def test_penalties_see_the_whole_text_or_nothing(api: TestClient, api_context: ApiContext) -> None:
+def test_repeat_last_n_covers_the_whole_text_or_nothing(
+    api: TestClient, api_context: ApiContext
+) -> None:
     for last, penalty in ((-1, 1.5), (0, 1.0), (None, 1.5)):
         params = params_of(api, api_context, repeat_penalty=1.5, repeat_last_n=last, seed=-1)
         assert params.repetition_penalty == penalty
@@ -168,22 +170,24 @@ def test_penalties_see_the_whole_text_or_nothing(api: TestClient, api_context: A
 
 
 @pytest.fixture
-def able(monkeypatch: pytest.MonkeyPatch, api_context: ApiContext) -> ApiContext:
-    """The demo model, with tokens of other uses in place of the fill-in tokens."""
+def with_infill(monkeypatch: pytest.MonkeyPatch, api_context: ApiContext) -> ApiContext:
+    """The demo model, with some of its other special tokens as infill tokens."""
     names = InfillTokens("<|im_start|>", "<tool_call>", "</tool_call>", ("<|im_end|>",))
     monkeypatch.setattr(infill, "FAMILIES", (names,))
     return api_context
 
 
-def test_infill_puts_files_before_and_the_prompt_after(api: TestClient, able: ApiContext) -> None:
-    tokenizer, client = able.renderer.tokenizer, able.client
+def test_infill_prompt_has_files_first_and_the_prompt_last(
+    api: TestClient, with_infill: ApiContext
+) -> None:
+    tokenizer, client = with_infill.renderer.tokenizer, with_infill.client
     assert tokenizer is not None and isinstance(client, FakeClient)
     parts = {"input_prefix": "def f(x):", "input_suffix": "print(f(2))"}
     completion = {"prompt": "def f(x):", "suffix": "print(f(2))", "max_tokens": 1}
     assert api.post("/v1/completions", json=completion).status_code == 200
     middle = client.requests[-1].prompt_token_ids
     extra = [{"filename": "a.py", "text": "x = 1"}]
-    # As llama.vim sends it.
+    # A body as llama.vim sends it.
     vim = {
         "input_extra": extra, "prompt": "  return", "n_predict": 4, "top_k": 40, "top_p": 0.9,
         "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 500,
@@ -203,17 +207,17 @@ def test_infill_puts_files_before_and_the_prompt_after(api: TestClient, able: Ap
     assert error_of(wrong)["param"] == "input_extra"
 
 
-def test_a_model_without_fill_in_tokens(shared: TestClient) -> None:
+def test_infill_needs_a_model_with_infill_tokens(shared: TestClient) -> None:
     assert error_of(post(shared, "/infill", input_prefix="a"))["code"] == "unsupported_value"
 
 
-def test_a_text_is_cut_before_a_line_with_less_indentation() -> None:
+def test_text_is_cut_before_a_line_with_less_indentation() -> None:
     text = "x = 1\n    y = 2\n\n    z = 3\nend\n    more"
     assert cut_at_indent(text, 4) == "x = 1\n    y = 2\n\n    z = 3"
     assert cut_at_indent(text, 0) == text
 
 
-# ---- the rest --------------------------------------------------------------------------------
+# ---- errors and other endpoints --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,7 +236,7 @@ def test_a_text_is_cut_before_a_line_with_less_indentation() -> None:
         ({"model": "nobody"}, "model"),
     ],
 )
-def test_a_bad_completion_is_refused(
+def test_invalid_fields_are_refused_by_name(
     shared: TestClient, fields: dict[str, Any], param: str
 ) -> None:
     status = 404 if param == "model" else 400
@@ -243,15 +247,13 @@ SLOW = {"grammar": 'root ::= "a\\n" [a-z]{400}', "n_predict": 450}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_text_with_a_line_break_ends_when_its_time_is_over(
-    shared: TestClient, stream: bool
-) -> None:
+def test_text_with_a_line_break_ends_at_its_time_limit(shared: TestClient, stream: bool) -> None:
     response = post(shared, prompt=STORY, stream=stream, t_max_predict_ms=1, **SLOW)
     assert response.status_code == 200, response.text
     last = json.loads(response.text.strip().split("\n\n")[-1].removeprefix("data: "))
     assert last["stop_type"] == "limit" and last["has_new_line"]
     assert 1 < last["tokens_predicted"] < 400
-    # A text of one line, and a text without a limit, go on.
+    # A text of one line, and a text without a time limit, are not cut.
     one_line = "root ::= [a-z]{40}"
     assert (
         len(completed(shared, grammar=one_line, n_predict=60, t_max_predict_ms=1)["content"]) == 40
@@ -259,7 +261,7 @@ def test_a_text_with_a_line_break_ends_when_its_time_is_over(
     assert completed(shared, n_predict=4, t_max_predict_ms=-1)["tokens_predicted"] == 4
 
 
-def test_props_and_slots(shared: TestClient) -> None:
+def test_props_and_slots_describe_the_server(shared: TestClient) -> None:
     props = shared.get("/props").json()
     assert props["default_generation_settings"]["n_ctx"] == 512 and props["total_slots"] == 8
     assert "<|im_start|>" in props["chat_template"] and props["model_alias"] == "demo"
@@ -271,13 +273,13 @@ def test_props_and_slots(shared: TestClient) -> None:
     assert shared.get("/models").json() == shared.get("/v1/models").json()
 
 
-def test_slots_are_busy(api: TestClient, api_context: ApiContext) -> None:
+def test_open_requests_make_slots_busy(api: TestClient, api_context: ApiContext) -> None:
     api_context.num_open = 8
     error_of(api.get("/slots?fail_on_no_slot=1"), 503)
     assert all(slot["is_processing"] for slot in api.get("/slots").json())
 
 
-def test_a_template_is_applied(shared: TestClient) -> None:
+def test_apply_template_returns_the_prompt(shared: TestClient) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     body = {"messages": messages, "reasoning_format": "none"}
     text = shared.post("/apply-template", json=body).json()["prompt"]
@@ -287,7 +289,7 @@ def test_a_template_is_applied(shared: TestClient) -> None:
     error_of(shared.post("/apply-template", json={"messages": []}))
 
 
-def test_tokens_in_llamas_form(shared: TestClient) -> None:
+def test_tokenize_and_detokenize_use_llamacpps_format(shared: TestClient) -> None:
     text = "Hello \N{GRINNING FACE}"
     plain = shared.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()
     found = shared.post("/tokenize", json={"content": text}).json()
@@ -311,7 +313,7 @@ def embedder() -> Iterator[TestClient]:
         yield app
 
 
-def test_embeddings_are_rows(embedder: TestClient) -> None:
+def test_embedding_returns_a_list_of_one_vector_per_text(embedder: TestClient) -> None:
     texts = ["a fox", "a dog"]
     expected = embedder.post("/v1/embeddings", json={"input": texts}).json()["data"]
     found = embedder.post("/embedding", json={"content": texts}).json()
@@ -322,6 +324,6 @@ def test_embeddings_are_rows(embedder: TestClient) -> None:
         error_of(embedder.post("/embedding", json=wrong))
 
 
-def test_all_fields_that_are_passed_on_are_fields_of_a_completion() -> None:
+def test_forwarded_fields_exist_in_completion_requests() -> None:
     switched = {name for fields in SAMPLERS.values() for name in fields}
     assert switched | set(SAME) <= CompletionRequest.model_fields.keys()

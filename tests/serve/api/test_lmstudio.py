@@ -38,7 +38,7 @@ def answered(response: Response) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_answer_is_openais_with_times(shared: TestClient, path: str) -> None:
+def test_response_is_openais_with_stats(shared: TestClient, path: str) -> None:
     plain = answered(shared.post(f"/v1/{path}", json=BODIES[path]))
     own = {"ttl": 300, "draft_model": "small"}
     found = answered(shared.post(f"/api/v0/{path}", json=BODIES[path] | own))
@@ -53,7 +53,7 @@ def test_an_answer_is_openais_with_times(shared: TestClient, path: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_last_choice_of_a_stream_ends_with_the_times(
+def test_stream_sends_stats_with_the_last_finish_reason(
     shared: TestClient, path: str, n: int
 ) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}, "n": n}
@@ -68,7 +68,7 @@ def test_the_last_choice_of_a_stream_ends_with_the_times(
     assert chunks[-1]["usage"]["completion_tokens"] == 8 * n
 
 
-def test_the_end_has_a_reason(shared: TestClient) -> None:
+def test_stop_reason_names_the_cause(shared: TestClient) -> None:
     def reason(**fields: Any) -> str:
         body = BODIES["completions"] | fields
         stats = answered(shared.post("/api/v0/completions", json=body))["stats"]
@@ -83,14 +83,14 @@ def test_the_end_has_a_reason(shared: TestClient) -> None:
         assert found["stats"]["stop_reason"] == "toolCalls"
 
 
-def test_a_length_of_minus_one_is_what_fits(api: TestClient, api_context: Any) -> None:
+def test_max_tokens_of_minus_one_fills_the_context(api: TestClient, api_context: Any) -> None:
     body = {"messages": HELLO, "max_tokens": -1, "stop": ["a", "e", "i"]}
     answered(api.post("/api/v0/chat/completions", json=body))
     request = api_context.client.requests[-1]
     assert request.params.max_tokens == 512 - len(request.prompt_token_ids)
 
 
-def test_models_have_a_state(api: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_report_their_state(api: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     [model] = answered(api.get("/api/v0/models"))["data"]
     assert model["id"] == "demo" and model["type"] == "llm" and model["state"] == "loaded"
     assert model["max_context_length"] == 512 and model["compatibility_type"] == "safetensors"
@@ -99,11 +99,11 @@ def test_models_have_a_state(api: TestClient, monkeypatch: pytest.MonkeyPatch) -
     assert answered(api.get("/api/v0/models/demo"))["state"] == "not-loaded"
     missing = api.get("/api/v0/models/nobody")
     assert missing.status_code == 404
-    assert missing.json()["error"]["code"] == "model_not_found"  # OpenAI's form, not Ollama's
+    assert missing.json()["error"]["code"] == "model_not_found"  # OpenAI's format, not Ollama's
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_errors_have_openais_form(shared: TestClient, path: str) -> None:
+def test_errors_have_openais_format(shared: TestClient, path: str) -> None:
     for fields, param in (({"temperature": -1}, "temperature"), ({"regex": "("}, "regex")):
         response = shared.post(f"/api/v0/{path}", json=BODIES[path] | fields)
         assert response.status_code == 400 and response.json()["error"]["param"] == param
@@ -112,7 +112,7 @@ def test_errors_have_openais_form(shared: TestClient, path: str) -> None:
     )
 
 
-def test_embeddings_are_openais() -> None:
+def test_embeddings_equal_openais() -> None:
     with serving_model(pooling_checkpoint("embed"), max_model_len=64) as client:
         body = {"input": ["a fox", "a dog"]}
         plain = answered(client.post("/v1/embeddings", json=body))["data"]

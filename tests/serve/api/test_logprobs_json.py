@@ -21,7 +21,7 @@ DEMO = Path(quire.__file__).parent / "demo"
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """As lm-eval does it: plain JSON, no client in between."""
+    """Send plain JSON without a client library, as lm-eval does."""
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -37,7 +37,7 @@ def reference() -> transformers.PreTrainedModel:
 def logprobs_by_transformers(
     model: transformers.PreTrainedModel, token_ids: list[int]
 ) -> np.ndarray[Any, Any]:
-    """[tokens - 1]: of each token but the first, given those before it."""
+    """Return [tokens - 1]: the logprob of each token but the first, given its predecessors."""
     with torch.no_grad():
         logits = model(torch.tensor([token_ids])).logits[0]
     scores = torch.log_softmax(logits.float(), -1)
@@ -49,7 +49,7 @@ CONTINUATIONS = [[500, 501], [600, 601, 602, 603], [700]]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_loglikelihood_as_lm_eval_asks_for_it(
+def test_lm_eval_loglikelihoods_equal_transformers(
     server_url: str,
     reference: transformers.PreTrainedModel,
     max_tokens: int,
@@ -74,8 +74,8 @@ def test_loglikelihood_as_lm_eval_asks_for_it(
         np.testing.assert_allclose(shown, expected, atol=0.5)  # the engine may run in bfloat16
 
 
-def test_the_greedy_continuation_is_seen_as_greedy(server_url: str) -> None:
-    """By equality of floats, as lm-eval does; and another continuation is not."""
+def test_lm_eval_detects_the_greedy_continuation(server_url: str) -> None:
+    """lm-eval compares floats for equality. Another continuation is not greedy."""
     start = twin().renderer.render_prompt(PROMPT)
     greedy = direct(PROMPT, max_tokens=6).outputs[0].token_ids
     for continuation, is_greedy in ((greedy, True), ([*greedy[:3], 900, 901], False)):
@@ -90,7 +90,9 @@ def test_the_greedy_continuation_is_seen_as_greedy(server_url: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echo_shows_the_prompt_first(openai_client: openai.OpenAI, stream: bool) -> None:
+def test_echo_prepends_the_prompt_and_its_logprobs(
+    openai_client: openai.OpenAI, stream: bool
+) -> None:
     expected = direct(PROMPT, max_tokens=9, logprobs=2, prompt_logprobs=2)
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=9, temperature=0, echo=True, logprobs=2,
@@ -114,7 +116,9 @@ def test_echo_shows_the_prompt_first(openai_client: openai.OpenAI, stream: bool)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_tokens_and_no_echo(openai_client: openai.OpenAI, stream: bool) -> None:
+def test_zero_max_tokens_without_echo_gives_an_empty_choice(
+    openai_client: openai.OpenAI, stream: bool
+) -> None:
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=0, logprobs=1, stream=stream,
         extra_body={"return_token_ids": True},
@@ -125,7 +129,7 @@ def test_no_tokens_and_no_echo(openai_client: openai.OpenAI, stream: bool) -> No
     assert choice.logprobs.tokens == []
 
 
-def test_logprobs_of_a_stream_and_of_the_whole_are_the_same(openai_client: openai.OpenAI) -> None:
+def test_streamed_logprobs_equal_those_of_the_whole_response(openai_client: openai.OpenAI) -> None:
     arguments = {
         "model": "demo", "prompt": PROMPT, "max_tokens": 12, "seed": 4, "temperature": 1.2,
         "logprobs": 3,
@@ -140,7 +144,7 @@ def test_logprobs_of_a_stream_and_of_the_whole_are_the_same(openai_client: opena
         assert parts == getattr(whole, name)
 
 
-def test_logprobs_zero_shows_the_chosen_token_alone(openai_client: openai.OpenAI) -> None:
+def test_zero_logprobs_show_only_the_chosen_token(openai_client: openai.OpenAI) -> None:
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=5, temperature=1.5, logprobs=0, seed=1
     )
@@ -151,7 +155,7 @@ def test_logprobs_zero_shows_the_chosen_token_alone(openai_client: openai.OpenAI
         assert top == {token: value}
 
 
-def test_prompt_logprobs(openai_client: openai.OpenAI) -> None:
+def test_prompt_logprobs_equal_the_engines(openai_client: openai.OpenAI) -> None:
     expected = direct(PROMPT, max_tokens=1, prompt_logprobs=2)
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 2}
@@ -166,7 +170,7 @@ def test_prompt_logprobs(openai_client: openai.OpenAI) -> None:
         assert {v["rank"] for v in position.values()} >= {1, 2}
 
 
-def test_tokens_as_ids(openai_client: openai.OpenAI) -> None:
+def test_tokens_are_returned_as_token_ids(openai_client: openai.OpenAI) -> None:
     token_ids = direct(PROMPT, max_tokens=4).outputs[0].token_ids
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=1,
@@ -175,8 +179,8 @@ def test_tokens_as_ids(openai_client: openai.OpenAI) -> None:
     assert answer.choices[0].logprobs.tokens == [f"token_id:{i}" for i in token_ids]
 
 
-def test_tokens_with_the_same_text_do_not_hide_each_other(openai_client: openai.OpenAI) -> None:
-    """All tokens of the vocabulary that are parts of characters show an empty text."""
+def test_tokens_with_the_same_text_have_separate_entries(openai_client: openai.OpenAI) -> None:
+    """Tokens that are parts of characters all have an empty text."""
     partial = [199, 200, 201, 202, 203]
     answer = openai_client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=3, temperature=0, logprobs=5,
@@ -188,14 +192,14 @@ def test_tokens_with_the_same_text_do_not_hide_each_other(openai_client: openai.
         assert value in top.values()
 
 
-def test_names_without_a_tokenizer_are_ids() -> None:
+def test_token_names_without_a_tokenizer_are_ids() -> None:
     names = TokenNames(None, as_ids=False)
     assert names.text(7, None) == "token_id:7"
     assert names.bytes(7, "é") == [0xC3, 0xA9]
 
 
-def test_logprobs_of_named_tokens(openai_client: openai.OpenAI) -> None:
-    """In the order that was asked for; those of completions beside the chosen one."""
+def test_logprob_token_ids_select_the_shown_tokens(openai_client: openai.OpenAI) -> None:
+    """In the requested order. Completions list them together with the chosen token."""
     named = [300, 5, 77]
     [expected] = direct(PROMPT, max_tokens=4, logprob_token_ids=named).outputs
     assert expected.logprobs is not None
@@ -223,8 +227,8 @@ def test_logprobs_of_named_tokens(openai_client: openai.OpenAI) -> None:
         )
 
 
-def test_ids_of_the_best_stand_under_the_same_names(server_url: str) -> None:
-    """Names may be shared by tokens: who goes on with one of these needs its id."""
+def test_top_token_ids_have_the_keys_of_top_logprobs(server_url: str) -> None:
+    """Tokens may share a name, so a client that continues with one of them needs its id."""
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 5}
     assert "top_token_ids" not in post(server_url, body)["choices"][0]["logprobs"]
     choice = post(server_url, body | {"return_token_ids": True})["choices"][0]
@@ -241,7 +245,7 @@ def test_ids_of_the_best_stand_under_the_same_names(server_url: str) -> None:
 
 
 @pytest.mark.parametrize(("num_top", "shown"), [(-1, 3), (0, 0), (2, 2)])
-def test_a_chat_shows_all_top_tokens_for_a_negative_number(num_top: int, shown: int) -> None:
+def test_chat_shows_all_top_tokens_for_a_negative_number(num_top: int, shown: int) -> None:
     position = {token_id: Logprob(-1.0 - token_id, token_id + 1, None) for token_id in range(3)}
     found = chat_logprobs(TokenNames(None, as_ids=True), [1], [position], num_top)
     tops = [each["token"] for each in found["content"][0]["top_logprobs"]]
