@@ -132,7 +132,7 @@ SAME: list[tuple[str, dict[str, Any], bool]] = [
         {"rope_parameters": {"full_attention": YARN | {"original_max_position_embeddings": 16}}},
         True,
     ),
-    # others
+    # other families
     ("olmo2", {"rms_norm_eps": 0.3}, True),
     ("olmo2", {"hidden_act": "gelu"}, True),
     ("olmo2", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, True),

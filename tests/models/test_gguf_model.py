@@ -1,4 +1,4 @@
-"""A checkpoint written as a GGUF file is the same model.
+"""A checkpoint that is written as a GGUF file gives the same model.
 
 Covers `spec/gguf/config.py` and `models/gguf/stored.py`.
 """

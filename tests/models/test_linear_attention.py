@@ -124,9 +124,9 @@ def test_multi_token_prediction_tensors_are_ignored(variant: str, tmp_path: Path
 
 
 def test_row_orders_group_queries_keys_values_and_gates() -> None:
-    # of each of two key heads: a query, a key, two values
+    # for each of two key heads: a query, a key, two values
     assert rows_of_key_heads((2, 2, 4), 2).tolist() == [0, 4, 1, 5, 2, 3, 6, 7]
-    # of each of two heads of two dimensions: a query, a gate
+    # for each of two heads of two dimensions: a query, a gate
     assert gates_first(2, 2, torch.tensor([1, 0])).tolist() == [2, 3, 6, 7, 1, 0, 5, 4]
 
 

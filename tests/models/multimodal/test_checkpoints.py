@@ -172,14 +172,14 @@ def test_quantisation_skips_the_tower(tmp_path: Path) -> None:
     assert of_tower == {"bfloat16"} and "int8" in of_text
 
 
-@pytest.mark.parametrize("kept", ["visual.", "nothing"])
-def test_the_files_decide_which_layers_are_quantised(kept: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain_prefix", ["visual.", "nothing"])
+def test_the_files_decide_which_layers_are_quantised(plain_prefix: str, tmp_path: Path) -> None:
     write_multimodal(tmp_path, "qwen2_vl")
     form = writers.integers_of(8, "channel", packed=False)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(tmp_path / WEIGHTS).items():
         module, is_linear = name.removesuffix(".weight"), tensor.dim() == 2 and ".layers." in name
-        is_linear |= ".blocks." in name and tensor.dim() == 2 and not name.startswith(kept)
+        is_linear |= ".blocks." in name and tensor.dim() == 2 and not name.startswith(plain_prefix)
         parts = form.writer(module, tensor.float())[0] if is_linear else {"weight": tensor}
         tensors |= {
             name if not is_linear else f"{module}.{end}": each.contiguous()
@@ -191,7 +191,7 @@ def test_the_files_decide_which_layers_are_quantised(kept: str, tmp_path: Path) 
     of_tower, of_text = packed_formats(model)
     quantised = of_text - {"bfloat16"}
     assert quantised
-    assert of_tower == {"bfloat16"} | (set() if kept == "visual." else quantised)
+    assert of_tower == {"bfloat16"} | (set() if plain_prefix == "visual." else quantised)
 
 
 @pytest.mark.parametrize(("num_ranks", "family"), [(3, "qwen3_vl"), (2, "llava_next")])

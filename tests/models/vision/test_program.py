@@ -32,8 +32,8 @@ def inputs_of(tower: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     x_TD = torch.randn(NUM_PATCHES, sizes.width, generator=random).to(tower.dtype)
     if not hasattr(sizes, "theta"):
         return x_TD, None
-    places = torch.randint(0, 12, (NUM_PATCHES, 2), generator=random).numpy()
-    return x_TD, axial_rotary_rows(places, sizes.head_dim, 100.0, tower.dtype, tower.device)
+    positions = torch.randint(0, 12, (NUM_PATCHES, 2), generator=random).numpy()
+    return x_TD, axial_rotary_rows(positions, sizes.head_dim, 100.0, tower.dtype, tower.device)
 
 
 def program_of(tower: VisionTower) -> BlockProgram:

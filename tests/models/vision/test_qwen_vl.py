@@ -98,4 +98,4 @@ def test_positions_at_the_corners_are_those_of_the_table() -> None:
     entries, weights = interpolated_positions((1, 4, 6), 2, 5)
     np.testing.assert_allclose(weights.sum(1), 1.0)
     nearest = entries[np.arange(24), weights.argmax(1)]
-    assert [nearest[place] for place in (0, 9, 14, 23)] == [0, 4, 20, 24]
+    assert [nearest[index] for index in (0, 9, 14, 23)] == [0, 4, 20, 24]

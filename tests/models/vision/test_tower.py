@@ -218,16 +218,16 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _note(self, storage: Any) -> None:
-        place, num_bytes = storage.data_ptr(), storage.nbytes()
-        if num_bytes == 0 or place in self._known:
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        if num_bytes == 0 or address in self._known:
             return
-        self._known.add(place)
+        self._known.add(address)
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, place, num_bytes)
+        weakref.finalize(storage, self._forget, address, num_bytes)
 
-    def _forget(self, place: int, num_bytes: int) -> None:
-        self._known.discard(place)
+    def _forget(self, address: int, num_bytes: int) -> None:
+        self._known.discard(address)
         self.now -= num_bytes
 
 
