@@ -1,4 +1,4 @@
-"""Adapters on a GPU: tokens as by torch on a CPU, by recorded steps and by others.
+"""Adapters on a GPU: recorded and eager steps give the tokens of torch on a CPU.
 
 `make gpu-check PART=models` runs these; elsewhere they are not collected.
 """
@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def rounds(adapters: list[LoRARequest | None], num: int, **settings: Any) -> list[list[list[int]]]:
-    """Tokens by round; the requests of each round have other adapters."""
+    """Return the tokens of each round. Each round assigns the adapters to other requests."""
     found = []
     with LLM(str(checkpoint("llama")), **(SETTINGS | settings)) as llm:
         for i in range(num):
@@ -39,7 +39,7 @@ Wanted = tuple[list[LoRARequest | None], list[list[list[int]]]]
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
-    """Adapters, the first of which is none, and the tokens of three rounds on a CPU."""
+    """Return the adapters (the first is None) and the tokens of three rounds on a CPU."""
     folder, modules = tmp_path_factory.mktemp("adapters"), adaptable_shapes(checkpoint("llama"))
     adapters: list[LoRARequest | None] = [None]
     for rank in RANKS:
@@ -52,7 +52,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
 @pytest.mark.parametrize(
     ("mode", "max_loras"), [("full", 8), ("full", 2), ("eager", 8), ("launched by the core", 8)]
 )
-def test_tokens_are_those_of_a_cpu(mode: str, max_loras: int, wanted: Wanted) -> None:
+def test_adapter_tokens_match_the_cpu(mode: str, max_loras: int, wanted: Wanted) -> None:
     adapters, tokens = wanted
     on_gpu: dict[str, Any] = {"device": "cuda", "debug_transfers": True, "max_loras": max_loras}
     assert rounds(adapters, 3, max_num_seqs=5, **on_gpu, **MODES[mode]) == tokens

@@ -1,4 +1,4 @@
-"""The same engine on a GPU: tokens equal the CPU's, the memory plan keeps its word.
+"""The engine on a GPU: tokens equal the CPU's, and memory use stays within the plan.
 
 `make gpu-check` runs these; elsewhere they are not collected.
 """
@@ -28,18 +28,18 @@ def tokens(device: str, architecture: str, **settings: object) -> list[list[int]
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("budget", [7, 512])
-def test_greedy_tokens_equal_the_cpus(architecture: str, budget: int) -> None:
+def test_greedy_tokens_match_the_cpu(architecture: str, budget: int) -> None:
     settings = {"max_num_batched_tokens": budget, "max_num_seqs": 4}
     assert tokens("cuda", architecture, **settings) == tokens("cpu", architecture, **settings)
 
 
-def test_depth_two_gives_the_same_tokens() -> None:
+def test_pipeline_depth_two_gives_the_same_tokens() -> None:
     assert tokens("cuda", "llama", pipeline_depth=2) == tokens("cuda", "llama")
 
 
-def test_a_seed_gives_the_same_text_in_any_batch() -> None:
+def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
-    settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 26}  # others are beside it
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 26}  # other engines share the GPU
     with LLM(str(checkpoint("llama")), device="cuda", **settings) as llm:
         together = llm.generate(PROMPTS, params, use_tqdm=False)
         alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in PROMPTS]
@@ -47,8 +47,8 @@ def test_a_seed_gives_the_same_text_in_any_batch() -> None:
 
 
 @pytest.mark.alone
-def test_the_pool_stays_within_the_share_of_memory() -> None:
-    """What another program took before does not count; this process's context does."""
+def test_memory_stays_within_gpu_memory_utilization() -> None:
+    """Memory that other programs use does not count. This process's CUDA context does."""
     share = 0.3
     free, total = torch.cuda.mem_get_info()
     others = max(0, total - free - GPU_CONTEXT_BYTES)
@@ -61,15 +61,15 @@ def test_the_pool_stays_within_the_share_of_memory() -> None:
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_a_pool_too_small_gives_the_same_tokens(mode: str) -> None:
-    """Blocks that are swapped out are overwritten in the same step, while they still cross."""
+def test_preemption_gives_the_same_tokens(mode: str) -> None:
+    """The step that swaps blocks out also overwrites them, while their copies are in flight."""
     small = {"block_size": 4, "kv_cache_memory_bytes": 40 * 2 * 2 * 2 * 4 * 8 * 8}
     got = tokens("cuda", "llama", preemption_mode=mode, max_num_seqs=8, **small)
     assert got == tokens("cuda", "llama")
 
 
-def test_blocks_come_back_as_they_went() -> None:
-    """Several moves on their way at once, over each other, while the device's blocks change."""
+def test_swapped_blocks_are_restored_unchanged() -> None:
+    """Several overlapping copies are in flight while the device's blocks change."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     kv = torch.rand(2, 64, 4096, device="cuda", generator=generator)
     before, host = kv.cpu(), HostBlocks([kv], dim=1)
@@ -81,8 +81,8 @@ def test_blocks_come_back_as_they_went() -> None:
     assert torch.equal(kv[:, :32].cpu(), before[:, 16:48])
 
 
-def test_single_blocks_are_read_and_written_beside_those_that_cross() -> None:
-    """A read waits for what is on its way to that block; what comes late covers nothing."""
+def test_single_blocks_are_read_and_written_during_swaps() -> None:
+    """A read waits for the copies in flight to its block. A late copy overwrites nothing newer."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     kv = torch.rand(2, 64, 4096, device="cuda", generator=generator)
     before, host = kv.cpu(), HostBlocks([kv], dim=1)
@@ -91,7 +91,7 @@ def test_single_blocks_are_read_and_written_beside_those_that_cross() -> None:
     host.swap_out(0, second, second)
     kv.zero_()
     assert bytes(host.read(0, 20)) == before[:, 20].numpy().tobytes()
-    host.swap_out(0, first, first)  # zeros, over what is there
+    host.swap_out(0, first, first)  # zeros, over the first copy
     data = before[:, 63].numpy().tobytes()
     host.write(0, 5, data)
     host.load(0, first, first)

@@ -1,6 +1,6 @@
-"""Quantised weights on a GPU: the same tokens by recorded steps and others, near the unquantised.
+"""Quantised weights on a GPU: all modes give the same tokens, near the unquantised results.
 
-`make gpu-check PART=models` runs these; elsewhere they are not collected. Every step of them fails
+`make gpu-check PART=models` runs these; elsewhere they are not collected. Each step fails
 if it makes the host wait (`debug_transfers`).
 """
 
@@ -27,7 +27,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_recorded_steps_give_the_tokens_of_others(format: str, architecture: str) -> None:
+def test_compiled_and_deterministic_modes_match_eager_tokens(
+    format: str, architecture: str
+) -> None:
     settings = {"quantization": format}
     with open_llm(architecture, "triton", enforce_eager=True, **settings) as llm:
         wanted = rounds(llm, GREEDY, 1)
@@ -38,8 +40,8 @@ def test_recorded_steps_give_the_tokens_of_others(format: str, architecture: str
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_log_probabilities_are_near_the_unquantised(format: str, dtype: str) -> None:
-    """Of prompts that are given."""
+def test_logprobs_are_near_the_unquantised_model(format: str, dtype: str) -> None:
+    """Compares the log-probabilities of prompt tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
     found = []
     for quantization in (None, format):
@@ -56,7 +58,7 @@ def test_log_probabilities_are_near_the_unquantised(format: str, dtype: str) -> 
                 ]
             )
         )
-    # On average: with weights drawn at random a CPU's int8 is 0.07 off, its int4 0.62.
+    # Mean errors. With random weights, int8 on a CPU is off by 0.07, and int4 by 0.62.
     near = {"int8": 0.1, "fp8": 0.4, "int4": 1.0}[format]
     assert float((found[0] - found[1]).abs().mean()) < near
 
@@ -64,8 +66,10 @@ def test_log_probabilities_are_near_the_unquantised(format: str, dtype: str) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("num_tokens", [1, 30, 100, 700])
-def test_products_of_a_real_layers_size(num_tokens: int, format: str, dtype: torch.dtype) -> None:
-    """Against float64; with many rows of e4m3, which are rounded too, near it."""
+def test_products_match_float64_at_the_size_of_a_real_layer(
+    num_tokens: int, format: str, dtype: torch.dtype
+) -> None:
+    """With fp8 and more than 128 rows, activations are rounded to e4m3, too."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     weight = torch.randn(6144, 4096, device="cuda", generator=generator) / 64
     x = torch.randn(num_tokens, 4096, device="cuda", generator=generator).to(dtype)
@@ -73,5 +77,5 @@ def test_products_of_a_real_layers_size(num_tokens: int, format: str, dtype: tor
     exact = quantised(weight, quantization).dequantised(torch.float64)
     wanted = x.double() @ exact.T
     found = multiply(x, quantise_for_gpu(weight, quantization)).double()
-    most = 0.05 if format == "fp8" and num_tokens > 128 else 4e-3
-    assert (found - wanted).norm() / wanted.norm() < most
+    bound = 0.05 if format == "fp8" and num_tokens > 128 else 4e-3
+    assert (found - wanted).norm() / wanted.norm() < bound

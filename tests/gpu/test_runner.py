@@ -1,6 +1,6 @@
-"""The GPU's runner on a GPU: graphs, swaps, fp8, and agreement with torch's operations.
+"""The GPU runner: graphs, swaps, fp8, and agreement with torch's operations.
 
-`make gpu-check PART=models` runs these; elsewhere they are not collected. Every step of them fails
+`make gpu-check PART=models` runs these; elsewhere they are not collected. Each step fails
 if it makes the host wait (`debug_transfers`).
 """
 
@@ -38,14 +38,14 @@ def open_llm(architecture: str, backend: str, **settings: Any) -> LLM:
 
 
 def rounds(llm: LLM, params: SamplingParams, num: int = 3) -> list[list[list[int]]]:
-    """Tokens by round: what is recorded in one is replayed in the next."""
+    """Return the tokens of each round. A later round replays what an earlier one recorded."""
     answers = [llm.generate(PROMPTS, params, use_tqdm=False) for _ in range(num)]
     return [[list(each.outputs[0].token_ids) for each in outputs] for outputs in answers]
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen3_moe"])
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_are_those_of_torch(architecture: str, mode: str) -> None:
+def test_greedy_tokens_match_torch(architecture: str, mode: str) -> None:
     with open_llm(architecture, "torch") as llm:
         wanted = rounds(llm, GREEDY, 1)
     with open_llm(architecture, "triton", max_num_seqs=5, **MODES[mode]) as llm:
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_torch(architecture: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sampled_tokens_are_those_of_torch(mode: str) -> None:
+def test_sampled_tokens_match_torch(mode: str) -> None:
     with open_llm("llama", "torch") as llm:
         wanted = rounds(llm, SAMPLED, 1)
     with open_llm("llama", "triton", **MODES[mode]) as llm:
@@ -61,17 +61,17 @@ def test_sampled_tokens_are_those_of_torch(mode: str) -> None:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
-def test_the_core_launches(
+def test_native_launch_uses_the_step_launcher(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many steps at once and one after another, each with its tokens in the mail."""
+    """Runs many steps, alone and several in flight, each with its tokens in the mail."""
     num_steps, launch = [0], StepLauncher.launch
 
-    def counted(*its: Any) -> Any:
+    def counting_launch(*its: Any) -> Any:
         num_steps[0] += 1
         return launch(*its)
 
-    monkeypatch.setattr(StepLauncher, "launch", counted)
+    monkeypatch.setattr(StepLauncher, "launch", counting_launch)
     with open_llm("llama", "triton", native_launch=True) as llm:
         rounds(llm, GREEDY, 20)
     assert "native_launch has no effect" not in caplog.text and num_steps[0] > 20 * 20
@@ -86,8 +86,8 @@ def test_preempted_sequences_give_the_same_tokens(mode: str) -> None:
         assert rounds(llm, GREEDY) == 3 * wanted
 
 
-def given_logprobs(backend: str, dtype: str, kv_format: str) -> torch.Tensor:
-    """Of the prompts' tokens, [all of them but the first]."""
+def logprobs_of_prompts(backend: str, dtype: str, kv_format: str) -> torch.Tensor:
+    """Return the log-probabilities of all prompt tokens but each prompt's first."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
     with open_llm("llama", backend, dtype=dtype, kv_cache_dtype=kv_format) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
@@ -104,23 +104,23 @@ def given_logprobs(backend: str, dtype: str, kv_format: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("kv_format", "near"), [("auto", 0.06), ("int8", 0.3)])
-def test_log_probabilities_are_near_those_of_torch(kv_format: str, near: float, dtype: str) -> None:
-    """Of prompts that are given, in half precision."""
-    wanted = given_logprobs("torch", dtype, "auto")
-    found = given_logprobs("triton", dtype, kv_format)
+def test_prompt_logprobs_are_near_torch(kv_format: str, near: float, dtype: str) -> None:
+    wanted = logprobs_of_prompts("torch", dtype, "auto")
+    found = logprobs_of_prompts("triton", dtype, kv_format)
     assert float((found - wanted).abs().max()) < near
 
 
 @pytest.mark.parametrize(("dtype", "near"), [("bfloat16", 0.1), ("float16", 0.03)])
-def test_log_probabilities_with_fp8_are_those_of_rounded_keys_and_values(
+def test_fp8_kv_logprobs_match_rounded_keys_and_values(
     dtype: str, near: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's backend stores what e4m3 leaves of them.
+    """torch's backend stores keys and values rounded to e4m3.
 
-    Where a last bit of 16 decides to which number of e4m3 a key is rounded, a log-probability may
-    differ by some tenths: the mean is what tells. It is 0.007 in float16 under the interpreter,
-    0.05 in bfloat16 if each key and value is a bit off; but 0.14 if one side does not round (one
-    log-probability differs by 1.8 then), and 0.6 or more if a scale is wrong by 2.
+    A difference in the last of 16 bits can round a key to another e4m3 number, and move a
+    log-probability by some tenths. So the test bounds the mean. The mean is 0.007 in float16 under
+    the interpreter, and 0.05 in bfloat16 if each key and value is a bit off. It is 0.14 if one side
+    does not round (one log-probability differs by 1.8 then), and 0.6 or more if a scale is wrong by
+    a factor of 2.
     """
     write = TorchBackend.write
 
@@ -130,25 +130,25 @@ def test_log_probabilities_with_fp8_are_those_of_rounded_keys_and_values(
         rounded = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k_TKH, v_TKH))
         write(backend, layer, *rounded)
 
-    found = given_logprobs("triton", dtype, "fp8")
+    found = logprobs_of_prompts("triton", dtype, "fp8")
     monkeypatch.setattr(TorchBackend, "write", write_rounded)
-    wanted = given_logprobs("torch", dtype, "auto")
+    wanted = logprobs_of_prompts("torch", dtype, "auto")
     assert float((found - wanted).abs().mean()) < near
 
 
-def test_a_second_start_knows_what_the_first_one_used(tmp_path: Any, monkeypatch: Any) -> None:
+def test_the_first_start_saves_its_graph_list_for_the_next(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with open_llm("llama", "triton") as llm:
         first = rounds(llm, GREEDY)
-    (remembered,) = (tmp_path / "quire" / "graphs").iterdir()
-    assert remembered.stat().st_size > len('{"graphs": []}')
+    (saved,) = (tmp_path / "quire" / "graphs").iterdir()
+    assert saved.stat().st_size > len('{"graphs": []}')
     with open_llm("llama", "triton") as llm:
         assert rounds(llm, GREEDY) == first
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5"])
-def test_deterministic_in_bfloat16(architecture: str) -> None:
-    """One request alone, among others, in small chunks, and with its prompt in the cache."""
+def test_deterministic_logprobs_do_not_depend_on_the_batch(architecture: str) -> None:
+    """One request alone, in a batch, in small chunks, in eager mode, and with its prompt cached."""
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=16, logprobs=1, ignore_eos=True)
     found = []
     for settings in ({}, {"max_num_batched_tokens": 24}, {"enforce_eager": True}):

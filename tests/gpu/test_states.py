@@ -1,4 +1,4 @@
-"""Layers with states at a real layer's size: compiled kernels compared with torch's operations.
+"""Layers with states at the size of a real layer: compiled kernels against torch's operations.
 
 `make gpu-check PART=models` runs these; elsewhere they are not collected.
 """
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
 NEXT_80B, SMALL = DeltaHeads(16, 32, 128, 128), DeltaHeads(16, 16, 128, 128)
 WIDTH, P = 4, 16
-MOST = 2**11  # tokens of a row
+MAX_TOKENS = 2**11  # of one row
 NEAR = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-16}
-# Tokens before the step and in it: prompts, a turn that goes on within a block, drafts, decoding.
-ROWS = ((0, MOST), (0, 100), (50, 77), (33, 5), (48, 1), (7, 1), (160, 640), (0, 1))
+# Tokens before the step and in it: prompts, a turn resumed within a block, drafts, decoding.
+ROWS = ((0, MAX_TOKENS), (0, 100), (50, 77), (33, 5), (48, 1), (7, 1), (160, 640), (0, 1))
 
 
 class Layer:
-    """A layer's weights, and inputs as a merged projection leaves them."""
+    """The weights of a layer, and its inputs as a merged projection returns them."""
 
     def __init__(self, heads: DeltaHeads, tokens: int, dtype: torch.dtype, seed: int = 0) -> None:
         draw = torch.Generator(DEVICE).manual_seed(seed)
@@ -56,8 +56,8 @@ class Layer:
 
 
 def tables_of(rows: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, int]:
-    """Blocks of the states that rows begin with and end with, and of one in seven between; and how
-    many there are."""
+    """Return block tables and their number of blocks. A row has blocks for its first and last
+    state, and for every seventh state between."""
     longest = max(-(-sum(row) // P) for row in rows)
     tables, used = np.full((len(rows), longest), -1, np.int32), 0
     for table, (before, count) in zip(tables, rows, strict=True):
@@ -88,22 +88,22 @@ def step_of(rows: Sequence[tuple[int, int]], tables: torch.Tensor) -> AttentionS
 def results(
     backend: AttentionBackend, layer: Layer, rows: Sequence[tuple[int, int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of the step over the rows, and the states that it leaves. What was before comes in a
-    step of its own, of the layer's first tokens."""
+    """Return the outputs of the step over the rows, and the states after it. An earlier step
+    computes the tokens before it from the layer's first inputs."""
     tables, _ = tables_of(rows)
-    held: Any = backend
-    held._memory.kv[0].fill_(torch.nan)
+    untyped: Any = backend
+    untyped._memory.kv[0].fill_(torch.nan)
     past = [(0, before) for before, _ in rows]
     backend.prepare(step_of(past, tables))
     layer.outputs(backend, slice(0, sum(before for before, _ in rows)))
     backend.prepare(step_of(rows, tables))
     out = layer.outputs(backend, slice(0, sum(count for _, count in rows)))
-    return out.float(), held._memory.kv[0][0, 1, 0, :, 0]
+    return out.float(), untyped._memory.kv[0][0, 1, 0, :, 0]
 
 
 @pytest.mark.parametrize("heads", [NEXT_80B, SMALL], ids=["80b", "small"])
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
-def test_rows_of_any_length_beside_torch(dtype: torch.dtype, heads: DeltaHeads) -> None:
+def test_rows_of_any_length_match_torch(dtype: torch.dtype, heads: DeltaHeads) -> None:
     layer = Layer(heads, sum(count for _, count in ROWS), dtype)
     layout = layer.layout(dtype, tables_of(ROWS)[1])
     wanted, states = results(TorchBackend(layout), layer, ROWS)
@@ -113,14 +113,16 @@ def test_rows_of_any_length_beside_torch(dtype: torch.dtype, heads: DeltaHeads) 
         found, left = results(TritonBackend(layout, **setting), layer, ROWS)
         error = ((found - wanted).norm() / wanted.norm()).item()
         assert error < NEAR[dtype], f"{setting}: outputs are off by {error}"
-        is_there = states.isfinite().all(1)
-        assert torch.equal(is_there, left.isfinite().all(1)), f"{setting}: other blocks are written"
-        error = ((left - states)[is_there].norm() / states[is_there].norm()).item()
+        is_written = states.isfinite().all(1)
+        assert torch.equal(is_written, left.isfinite().all(1)), (
+            f"{setting}: wrong blocks are written"
+        )
+        error = ((left - states)[is_written].norm() / states[is_written].norm()).item()
         assert error < NEAR[dtype], f"{setting}: states are off by {error}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_deterministic_bits_in_any_chunks(dtype: torch.dtype) -> None:
+def test_deterministic_bits_do_not_depend_on_the_chunks(dtype: torch.dtype) -> None:
     layer, length = Layer(NEXT_80B, 300, dtype), 300
     table = torch.arange(-(-length // P), dtype=torch.int32, device=DEVICE)[None]
     found = []
@@ -137,8 +139,8 @@ def test_deterministic_bits_in_any_chunks(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [((20, 1),) * 5, ((20, 1), (0, 60), (40, 3))])
-def test_a_recorded_step_takes_what_stands_on_the_device(rows: tuple[tuple[int, int], ...]) -> None:
-    """Rows of other lengths, with other blocks, and fewer than there are places for."""
+def test_a_recorded_step_reads_inputs_from_the_device(rows: tuple[tuple[int, int], ...]) -> None:
+    """The replayed step has other row lengths, other blocks, and fewer rows than were recorded."""
     layer = Layer(SMALL, 64, torch.bfloat16)
     tables, num_blocks = tables_of(rows)
     layout = layer.layout(torch.bfloat16, num_blocks)
@@ -150,11 +152,11 @@ def test_a_recorded_step_takes_what_stands_on_the_device(rows: tuple[tuple[int, 
     wanted.prepare(step_of(rows, tables))
     out = layer.outputs(wanted, slice(0, total))
 
-    places = len(rows) if total == len(rows) else 8
+    num_rows = len(rows) if total == len(rows) else 8
     step = step_of(
-        [(0, 1)] * places, torch.full((places, tables.shape[1]), -1, device=DEVICE).int()
+        [(0, 1)] * num_rows, torch.full((num_rows, tables.shape[1]), -1, device=DEVICE).int()
     )
-    size = slice(0, places if total == len(rows) else 64)
+    size = slice(0, num_rows if total == len(rows) else 64)
     found.prepare(step)
     graph = torch.cuda.CUDAGraph()
     before = found._memory.kv[0].clone()
@@ -162,9 +164,9 @@ def test_a_recorded_step_takes_what_stands_on_the_device(rows: tuple[tuple[int, 
     with torch.cuda.graph(graph):
         replayed = layer.outputs(found, size)
     found._memory.kv[0].copy_(before)
-    true = step_of(rows, tables)
-    step.query_starts_S1.fill_(total)[: len(rows)] = true.query_starts_S1[:-1]
-    step.context_lens_S.zero_()[: len(rows)] = true.context_lens_S
+    actual = step_of(rows, tables)
+    step.query_starts_S1.fill_(total)[: len(rows)] = actual.query_starts_S1[:-1]
+    step.context_lens_S.zero_()[: len(rows)] = actual.context_lens_S
     step.block_tables_SL[0][: len(rows)] = tables
     graph.replay()
     assert torch.equal(replayed[:total], out)

@@ -1,8 +1,9 @@
-"""Every family that reads images in every way; the section about them in docs/use/model-table.md.
+"""Run each family that reads images with each engine setting; write that section of
+docs/use/model-table.md.
 
     python -m tests.models.image_matrix [FAMILY ...]     # all, or these; writes the section
 
-A way is an engine's settings. Greedy answers are transformers', with its log-probabilities.
+A way is a set of engine settings. Greedy tokens and log-probabilities must equal transformers'.
 """
 
 import argparse
@@ -30,7 +31,7 @@ IN_RANKS = "two ranks", "two stages"
 
 @dataclass(frozen=True)
 class Way:
-    """means: what the page says. settings: of an engine on a checkpoint."""
+    """means: its text on the page. settings: the settings of an engine on a checkpoint."""
 
     means: str
     settings: Callable[[Images], dict[str, Any]]
@@ -78,7 +79,7 @@ END = "\n## Other checks"
 
 
 def write_tiny(folder: Path, family: str) -> Images:
-    """Write a checkpoint whose text part has heads for two ranks."""
+    """Write a checkpoint whose text part has enough heads for two ranks."""
     text: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     if family in ("qwen2_vl", "qwen2_5_vl"):  # whose heads are as wide as the hidden size allows
         text |= {"head_dim": 6, "rope_parameters": SHORT_ROPE}
@@ -86,12 +87,12 @@ def write_tiny(folder: Path, family: str) -> Images:
 
 
 def check(images: Images, name: str) -> None:
-    """Assert that answers in this way are transformers', and that the way was taken."""
+    """Check that these settings give transformers' answers, and that they took effect."""
     with (
         pytest.MonkeyPatch.context() as patch,
         images.open(**WAYS[name].settings(images)) as llm,
     ):
-        patch.setattr(StepTimes, "observe", lambda *_: None)  # drafts whatever steps take
+        patch.setattr(StepTimes, "observe", lambda *_: None)  # always drafts
         steps: list[Stepped] = []
         core = llm.engine.client.core
         core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
@@ -105,7 +106,7 @@ def check(images: Images, name: str) -> None:
 
 
 def section(results: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the section of the page. results: by family and way."""
+    """Return the section for results by family and way."""
     rows = [["", *WAYS], ["---"] * (len(WAYS) + 1)]
     rows += [[f"`{family}`", *(results[family][name] for name in WAYS)] for family in results]
     text = HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n"
@@ -113,13 +114,13 @@ def section(results: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def read_section() -> str:
-    """Return the section as it is on the page; nothing if there is none."""
+    """Return the section as it is on the page, or an empty text."""
     found = re.search(re.escape(HEAD) + ".*?(?=" + END + ")", PAGE.read_text("utf-8"), re.DOTALL)
     return found[0] if found else ""
 
 
 def read_results() -> dict[str, dict[str, str]]:
-    """Return what the page says, by family and way."""
+    """Return the page's results, by family and way."""
     lines = [line for line in read_section().splitlines() if line.startswith("|")]
     table = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(table[0][1:], row[1:], strict=True)) for row in table[2:]}
@@ -128,9 +129,9 @@ def read_results() -> dict[str, dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Try every family in every way.")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="the page keeps others")
-    asked = parser.parse_args().families or list(MODELS)
+    selected = parser.parse_args().families or list(MODELS)
     results = read_results()
-    for family in asked:
+    for family in selected:
         with tempfile.TemporaryDirectory() as folder:
             images = write_tiny(Path(folder), family)
             for name in WAYS:

@@ -57,24 +57,24 @@ from tests.support.models.paged_forward import CPU
 from tests.support.models.reference_checkpoints import pool_bytes
 
 EXACT = 1e-10
-LONG = 4  # of the prompts; the short ones grow into windows
-SHORTEST = 2  # of the long ones
+LONG = 4  # number of long prompts; the short ones grow into windows
+SHORTEST = 2  # index of the shortest long prompt
 LENGTHS = (40, 33, 17, 24, *(1,) * 8)
 NUM_TOKENS = 10
 MAX_LEN = 56
-SHARED = 32  # tokens that the first two prompts begin with
+SHARED = 32  # length of the common prefix of the first two prompts
 LOSS_TOKENS = 20_000
 LOSS_FORMATS = ("fp8", "int8", "int4", "int8 KV")
-POOL_BLOCKS = 16  # of 4 tokens: too few for all that is asked at once
+POOL_BLOCKS = 16  # of 4 tokens: too few for all requests together
 
 
 class Refused(Exception):
-    """What quire says, by name, that it does not do."""
+    """quire refuses the feature by name."""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A tiny checkpoint of an architecture."""
+class TinyCheckpoint:
+    """A tiny random checkpoint of an architecture."""
 
     folder: Path
 
@@ -89,27 +89,27 @@ class Tried:
 
     @cached_property
     def references(self) -> list[Reference]:
-        """What transformers makes of each prompt, in float64."""
+        """transformers' trace and greedy tokens of each prompt, in float64."""
         theirs = Theirs(self.folder, self.spec, torch.float64, None)
         return [theirs.reference(prompt, NUM_TOKENS) for prompt in self.prompts]
 
     @cached_property
     def wanted(self) -> list[list[int]]:
-        """The tokens that it chooses."""
+        """The tokens that transformers chooses for each prompt."""
         return [each.tokens[each.num_prompt :] for each in self.references]
 
     def load(self, dtype: torch.dtype, formats: WeightFormats = IN_THE_DTYPE) -> Any:
         return load_model(self.folder, self.spec, dtype, CPU, LoadOptions(formats=formats))
 
     def logits(self, model: Any, how: str, paging: Paging, number: int = 0) -> torch.Tensor:
-        """Of one of the prompts and what transformers chose after it, [L, V]."""
-        asked = way(how, self.references[number].tokens, self.spec.vocab_size)
-        return trace(model, self.spec, asked, paging)[LOGITS]
+        """Return the logits of one prompt and transformers' tokens after it, [L, V]."""
+        selected = way(how, self.references[number].tokens, self.spec.vocab_size)
+        return trace(model, self.spec, selected, paging)[LOGITS]
 
     def check_logits(
         self, how: str, paging: Paging, bound: float, numbers: Sequence[int] = range(LONG)
     ) -> None:
-        """numbers: of the prompts."""
+        """Compare the logits of the prompts at the indices `numbers` with transformers'."""
         model = self.load(paging.dtype)
         for number in numbers:
             wanted = self.references[number].trace[LOGITS]
@@ -125,7 +125,7 @@ class Tried:
         return llm.generate(self.prompts * times, params, use_tqdm=False)
 
     def check_engine(self, times: int = 1, **settings: Any) -> list[RequestOutput]:
-        """Let the engine choose the tokens of all prompts, each so many times."""
+        """Check the engine's tokens of all prompts, each of which is sent `times` times."""
         with self.open(**settings) as llm:
             outputs = self.generate(llm, times)
         assert chosen(outputs) == self.wanted * times
@@ -144,33 +144,33 @@ def check_near(got: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
 # ---- features --------------------------------------------------------------------------------
 
 
-def float64(tried: Tried) -> None:
-    tried.check_logits(AT_ONCE, exact_paging(), EXACT)
-    tried.check_engine(attention_backend="reference", enable_prefix_caching=False)
+def float64(tiny: TinyCheckpoint) -> None:
+    tiny.check_logits(AT_ONCE, exact_paging(), EXACT)
+    tiny.check_engine(attention_backend="reference", enable_prefix_caching=False)
 
 
-def chunks(tried: Tried) -> None:
-    tried.check_logits(CHUNKS, exact_paging(), EXACT)
-    tried.check_logits(TOKEN_BY_TOKEN, exact_paging(), EXACT)
-    tried.check_engine(max_num_batched_tokens=7)
+def chunks(tiny: TinyCheckpoint) -> None:
+    tiny.check_logits(CHUNKS, exact_paging(), EXACT)
+    tiny.check_logits(TOKEN_BY_TOKEN, exact_paging(), EXACT)
+    tiny.check_engine(max_num_batched_tokens=7)
 
 
-def prefix_hit(tried: Tried) -> None:
-    with tried.open() as llm:
-        first, again = tried.generate(llm), tried.generate(llm)
-    assert chosen(first) == chosen(again) == tried.wanted
-    # Where prompts part, a state is left for the next that begins so, not for the second of them.
-    shared = 0 if tried.spec.linear_layers else SHARED
-    assert first[1].num_cached_tokens == shared, "of a prompt that begins as the first"
+def prefix_hit(tiny: TinyCheckpoint) -> None:
+    with tiny.open() as llm:
+        first, again = tiny.generate(llm), tiny.generate(llm)
+    assert chosen(first) == chosen(again) == tiny.wanted
+    # Linear layers save a state where two prompts diverge. It serves later prompts, not the second.
+    shared = 0 if tiny.spec.linear_layers else SHARED
+    assert first[1].num_cached_tokens == shared, "of a prompt with the prefix of the first"
     assert all(output.num_cached_tokens for output in again[:LONG])
 
 
-def preempted(mode: str) -> Callable[[Tried], None]:
-    def feature(tried: Tried) -> None:
-        outputs = tried.check_engine(
+def preempted(mode: str) -> Callable[[TinyCheckpoint], None]:
+    def feature(tiny: TinyCheckpoint) -> None:
+        outputs = tiny.check_engine(
             times=2,
             preemption_mode=mode,
-            kv_cache_memory_bytes=pool_bytes(tried.folder, POOL_BLOCKS, 4),
+            kv_cache_memory_bytes=pool_bytes(tiny.folder, POOL_BLOCKS, 4),
             enable_prefix_caching=False,
         )
         assert sum(output.metrics.num_preemptions for output in outputs if output.metrics)
@@ -178,17 +178,17 @@ def preempted(mode: str) -> Callable[[Tried], None]:
     return feature
 
 
-def batch_invariance(tried: Tried) -> None:
-    """The same bits alone and beside others, by what real models run on."""
+def batch_invariance(tiny: TinyCheckpoint) -> None:
+    """Check for equal bits alone and in a batch, on the backend that real models use."""
     if core() is None:
         raise Refused("it needs the C++ core")
-    model = tried.load(torch.float32)
-    alone = tried.logits(model, TOKEN_BY_TOKEN, cpu_paging(model))
-    assert torch.equal(alone, tried.logits(model, WITH_OTHER_ROWS, cpu_paging(model)))
+    model = tiny.load(torch.float32)
+    alone = tiny.logits(model, TOKEN_BY_TOKEN, cpu_paging(model))
+    assert torch.equal(alone, tiny.logits(model, WITH_OTHER_ROWS, cpu_paging(model)))
 
 
-def backend(name: str) -> Callable[[Tried], None]:
-    def feature(tried: Tried) -> None:
+def backend(name: str) -> Callable[[TinyCheckpoint], None]:
+    def feature(tiny: TinyCheckpoint) -> None:
         if name == "triton":
             from benchmarks.gpu.interpreter import repair_interpreter  # it imports triton
 
@@ -196,60 +196,60 @@ def backend(name: str) -> Callable[[Tried], None]:
         bound = BOUNDS[torch.float32]
         # Triton's interpreter takes seconds for each prompt.
         numbers = [SHORTEST] if name == "triton" else range(LONG)
-        tried.check_logits(WITH_OTHER_ROWS, Paging(4, name, torch.float32), bound, numbers)
+        tiny.check_logits(WITH_OTHER_ROWS, Paging(4, name, torch.float32), bound, numbers)
         if name == "cpu":
-            paging = cpu_paging(tried.load(torch.float32))
-            tried.check_logits(WITH_OTHER_ROWS, paging, bound)
+            paging = cpu_paging(tiny.load(torch.float32))
+            tiny.check_logits(WITH_OTHER_ROWS, paging, bound)
 
     return feature
 
 
-def weights(name: str) -> Callable[[Tried], None]:
-    """Beside the same weights dequantised, and with the same tokens alone and in a batch."""
+def weights(name: str) -> Callable[[TinyCheckpoint], None]:
+    """Compare with the same weights dequantised; require the same tokens alone and in a batch."""
 
-    def feature(tried: Tried) -> None:
+    def feature(tiny: TinyCheckpoint) -> None:
         formats = weight_formats(ModelConfig(quantization=name))
         try:
             formats.check("float32", "cpu")
         except ConfigError as error:
             raise Refused(first_sentence(error)) from error
-        packed, plain = tried.load(torch.float32, formats), tried.load(torch.float32)
+        packed, plain = tiny.load(torch.float32, formats), tiny.load(torch.float32)
         take_dequantised(plain, packed)
-        wanted = tried.logits(plain, AT_ONCE, Paging(4, "reference", torch.float32))
-        got = tried.logits(packed, WITH_OTHER_ROWS, cpu_paging(packed))
+        wanted = tiny.logits(plain, AT_ONCE, Paging(4, "reference", torch.float32))
+        got = tiny.logits(packed, WITH_OTHER_ROWS, cpu_paging(packed))
         check_near(got, wanted, LOSSY)
-        check_stable(tried, quantization=name)
+        check_stable(tiny, quantization=name)
 
     return feature
 
 
-def kv_int8(tried: Tried) -> None:
-    paging = cpu_paging(tried.load(torch.float32), "int8")
-    tried.check_logits(WITH_OTHER_ROWS, paging, LOSSY)
-    check_stable(tried, kv_cache_dtype="int8")
+def kv_int8(tiny: TinyCheckpoint) -> None:
+    paging = cpu_paging(tiny.load(torch.float32), "int8")
+    tiny.check_logits(WITH_OTHER_ROWS, paging, LOSSY)
+    check_stable(tiny, kv_cache_dtype="int8")
 
 
-def check_stable(tried: Tried, **settings: Any) -> None:
-    """Tokens of a prompt are the same alone and in a batch."""
+def check_stable(tiny: TinyCheckpoint, **settings: Any) -> None:
+    """Check that a prompt has the same tokens alone and in a batch."""
     own = {"dtype": "float32", "attention_backend": "cpu", "enable_prefix_caching": False}
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with tried.open(**(own | settings)) as llm:
-        together = chosen(tried.generate(llm))
-        alone = [chosen(llm.generate([p], params, use_tqdm=False))[0] for p in tried.prompts]
+    with tiny.open(**(own | settings)) as llm:
+        together = chosen(tiny.generate(llm))
+        alone = [chosen(llm.generate([p], params, use_tqdm=False))[0] for p in tiny.prompts]
     assert together == alone
 
 
-def gguf(tried: Tried) -> None:
-    """By the first variant that a GGUF file can say."""
-    kind = tried.spec.model_type
+def gguf(tiny: TinyCheckpoint) -> None:
+    """Use the first variant that a GGUF file can express."""
+    kind = tiny.spec.model_type
     variant = next((name for name in CONVERTIBLE if VARIANTS[name][0] == kind), None)
     if variant is None:
-        architecture = model_metadata(tried.spec.raw)["general.architecture"]
-        assert architecture not in GGUF_ARCHITECTURES, "there is no variant of it"
+        architecture = model_metadata(tiny.spec.raw)["general.architecture"]
+        assert architecture not in GGUF_ARCHITECTURES, "no variant of it is convertible"
         raise Refused("GGUF files of this type do not load")
-    tried = Tried(convertible(tried.folder / "gguf", variant).directory)
-    path = convert(tried.folder, tried.folder / "model.gguf")
-    spec, reference = load_spec(path).served_up_to(MAX_LEN), tried.references[0]
+    tiny = TinyCheckpoint(convertible(tiny.folder / "gguf", variant).directory)
+    path = convert(tiny.folder, tiny.folder / "model.gguf")
+    spec, reference = load_spec(path).served_up_to(MAX_LEN), tiny.references[0]
     model = load_model(path, spec, torch.float64, CPU)
     got = trace(model, spec, way(CHUNKS, reference.tokens, spec.vocab_size), exact_paging())
     check_near(got[LOGITS], reference.trace[LOGITS], 1e-5)  # epsilons are stored in float32
@@ -260,7 +260,7 @@ def exact_paging() -> Paging:
 
 
 def cpu_paging(model: Any, kv_format: str = "auto") -> Paging:
-    """As an engine on a CPU runs the model: in one call where the core can."""
+    """Return the paging of an engine on a CPU: one call runs the model where the core can."""
     native = runs_in_one_call(model)
     return Paging(4, "cpu", torch.float32, kv_format=kv_format, native=native)
 
@@ -271,12 +271,11 @@ def first_sentence(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Feature:
-    """title: of its column. means: what is checked. quick: the type that `make test` tries it
-    with."""
+    """title: of its column. means: what is checked. quick: the type that `make test` uses."""
 
     title: str
     means: str
-    check: Callable[[Tried], None]
+    check: Callable[[TinyCheckpoint], None]
     quick: str
 
 
@@ -329,19 +328,19 @@ FEATURES = {
 
 
 def variant_of(model_type: str) -> str:
-    """The variant that stands for a type: the first."""
+    """Return the variant that represents a type: the first."""
     return next(name for name, (kind, _) in VARIANTS.items() if kind == model_type)
 
 
-def write_tiny(folder: Path, model_type: str) -> Tried:
+def write_tiny(folder: Path, model_type: str) -> TinyCheckpoint:
     write_checkpoint(folder, variant_of(model_type))
-    return Tried(folder)
+    return TinyCheckpoint(folder)
 
 
-def result(tried: Tried, feature: Feature) -> str:
-    """`yes`, or why it is refused."""
+def result(tiny: TinyCheckpoint, feature: Feature) -> str:
+    """Return `yes`, or why the feature is refused."""
     try:
-        feature.check(tried)
+        feature.check(tiny)
     except Refused as reason:
         return str(reason)
     return YES
@@ -387,7 +386,7 @@ TAIL = """
 
 
 def demo_losses(num_tokens: int) -> dict[str, float]:
-    """Nats per token of held-out text, by format: what each costs the demo model."""
+    """Return the demo model's loss by format, in nats per token of held-out text."""
     with LLM("demo", **SETTINGS) as llm:
         texts = held_out_texts(num_tokens, llm.get_tokenizer())
     found = {}
@@ -398,7 +397,7 @@ def demo_losses(num_tokens: int) -> dict[str, float]:
 
 
 def page(results: dict[str, dict[str, str]], losses: dict[str, float]) -> str:
-    """results: by type and feature."""
+    """Return the page for results by type and feature."""
     notes = list(dict.fromkeys(r for row in results.values() for r in row.values() if r != YES))
     titles = [feature.title for feature in FEATURES.values()]
     rows = [["", *titles], ["---"] * (len(titles) + 1)]
@@ -418,13 +417,13 @@ def page(results: dict[str, dict[str, str]], losses: dict[str, float]) -> str:
 
 
 def read_losses() -> dict[str, float]:
-    """How much more than in float32 the page says that the demo model's loss is, by format."""
+    """Return the page's increases of the demo model's loss over float32, by format."""
     rows = re.findall(r"^\| ([\w ]+) \| [\d.]+ \| ([-+][\d.]+) \|$", PAGE.read_text("utf-8"), re.M)
     return {name: float(more) for name, more in rows}
 
 
 def read_page() -> dict[str, dict[str, str]]:
-    """What the page says, by type and feature."""
+    """Return the page's results, by type and feature."""
     text = PAGE.read_text("utf-8")
     notes = dict(re.findall(r"^(\(\d+\)) (.+)\.$", text, re.MULTILINE))
     lines = [line for line in text.split("\n## ")[0].splitlines() if line.startswith("|")]
@@ -442,20 +441,21 @@ def main() -> None:
     parser.add_argument(
         "types", nargs="*", metavar="TYPE", help="only these; the page keeps others"
     )
-    asked = parser.parse_args().types or sorted(MODELS)
-    if "TRITON_INTERPRET" not in os.environ:  # it is read where triton is first imported
-        here = [sys.executable, "-m", "tests.models.matrix", *sys.argv[1:]]
-        same = {"TRITON_INTERPRET": "1", "PYTHONHASHSEED": "0"}  # the latter of held-out texts
-        os.execve(sys.executable, here, os.environ | same)
+    selected = parser.parse_args().types or sorted(MODELS)
+    if "TRITON_INTERPRET" not in os.environ:  # triton reads it at its first import
+        command = [sys.executable, "-m", "tests.models.matrix", *sys.argv[1:]]
+        # PYTHONHASHSEED fixes the held-out texts.
+        variables = {"TRITON_INTERPRET": "1", "PYTHONHASHSEED": "0"}
+        os.execve(sys.executable, command, os.environ | variables)
     results = read_page() if PAGE.exists() else {}
     results = {name: row for name, row in results.items() if name in MODELS}
     warnings.simplefilter("ignore")
     losses, has_failed = demo_losses(LOSS_TOKENS), False
-    for model_type in asked:
+    for model_type in selected:
         with tempfile.TemporaryDirectory() as folder:
-            tried = write_tiny(Path(folder), model_type)
+            tiny = write_tiny(Path(folder), model_type)
             try:
-                found = {name: result(tried, feature) for name, feature in FEATURES.items()}
+                found = {name: result(tiny, feature) for name, feature in FEATURES.items()}
             except Exception as error:
                 print(f"{model_type} fails: {error!r}", flush=True)
                 has_failed = True

@@ -1,4 +1,4 @@
-"""The files of an adapter: their modules, their digest, and what is refused."""
+"""Adapter files: their modules, their digest, and files that are refused."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ SHAPES = {QUERY: (32, 16), UP: (40, 16)}
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Replace tensors of an adapter by the end of their names; None removes one."""
+    """Replace tensors of an adapter, given by the ends of their names; None removes one."""
     found = load_file(folder / WEIGHTS)
     for end, tensor in tensors.items():
         name = f"{PREFIX}{QUERY}.{end.replace('__', '.')}"
@@ -58,7 +58,7 @@ def test_modules_have_their_ranks_and_scales(tmp_path: Path) -> None:
         ({"lora_B__bias": torch.ones(32)}, "Biases"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
+def test_invalid_tensors_are_refused(
     tmp_path: Path, tensors: dict[str, torch.Tensor | None], message: str
 ) -> None:
     write_adapter(tmp_path, SHAPES, 4)
@@ -81,7 +81,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
             function(tmp_path)
 
 
-def test_damaged_and_empty_files_are_errors(tmp_path: Path) -> None:
+def test_damaged_empty_and_huge_files_are_refused(tmp_path: Path) -> None:
     write_adapter(tmp_path, SHAPES)
     content = (tmp_path / WEIGHTS).read_bytes()
     for damaged in (b"", content[:100], b"\xff" * 8 + content[8:]):
@@ -92,12 +92,12 @@ def test_damaged_and_empty_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="changes nothing"):
         read_adapter(tmp_path)
     with (tmp_path / WEIGHTS).open("wb") as file:
-        file.truncate(MAX_WEIGHT_BYTES + 1)  # a hole, which takes no space
+        file.truncate(MAX_WEIGHT_BYTES + 1)  # a sparse file, which takes no space
     with pytest.raises(ModelError, match="the limit is"):
         read_adapter(tmp_path)
 
 
-def test_the_digest_is_that_of_both_files(tmp_path: Path) -> None:
+def test_the_digest_covers_config_and_weights(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", SHAPES, seed=1)
     write_adapter(tmp_path / "b", SHAPES, seed=1)
     first = adapter_digest(tmp_path / "a")

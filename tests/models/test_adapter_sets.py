@@ -1,4 +1,4 @@
-"""A weighted set of adapters computes the model into which all of them are merged."""
+"""A weighted set of adapters gives the logits of a model with all of them merged."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ A, B = Member("a", "/a", 1.0), Member("b", "/b", 0.5)
 
 
 def write_three(folder: Path, adapted: AdaptedModel, base: Path) -> list[Member]:
-    """Adapters of different ranks, modules and formats, with scales."""
+    """Write adapters of different ranks, modules and formats; return them with scales."""
     shapes = {name: place.shape for name, place in adapted.places.items()}
     queries = {name: shape for name, shape in shapes.items() if "q_proj" in name}
     config = json.loads((base / "config.json").read_text())
@@ -40,7 +40,7 @@ def write_three(folder: Path, adapted: AdaptedModel, base: Path) -> list[Member]
 
 
 def merge_all(base: Path, members: list[Member], folder: Path) -> Path:
-    """The base model with all members merged, one after the other."""
+    """Return the base model with all members merged into it, one after the other."""
     for number, member in enumerate(members):
         source = Path(member.path)
         source = source.with_suffix("") if source.suffix == ".gguf" else source
@@ -56,7 +56,7 @@ def merge_all(base: Path, members: list[Member], folder: Path) -> Path:
     return base
 
 
-def test_the_sum_is_the_merged_model(tmp_path: Path) -> None:
+def test_a_set_gives_the_logits_of_the_merged_model(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     model = load_model(made.directory, made.spec, torch.float64, CPU)
     adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64)
@@ -75,7 +75,7 @@ def test_the_sum_is_the_merged_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_the_core_computes_the_sum(tmp_path: Path) -> None:
+def test_the_core_matches_float64_for_a_set(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     tokens, logits = random_tokens(10), []
     path = ""
@@ -93,7 +93,7 @@ def test_the_core_computes_the_sum(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[1].double(), logits[0], rtol=1e-4, atol=1e-4)
 
 
-def test_the_id_is_that_of_the_sum() -> None:
+def test_the_id_depends_only_on_the_weighted_sum() -> None:
     both = set_of([A, B])
     assert both is not None and both == set_of([B, A])
     assert both == set_of([B, A._replace(scale=0.25), A._replace(scale=0.75)])
@@ -104,7 +104,7 @@ def test_the_id_is_that_of_the_sum() -> None:
 
 
 @pytest.mark.parametrize("path", ["[", "[]", '[["/a"]]', '[["/a", "x"]]', "[1]", f"[{'[' * 9999}"])
-def test_paths_that_are_no_sets(path: str) -> None:
+def test_invalid_set_paths_are_refused(path: str) -> None:
     with pytest.raises(ModelError):
         members_of(path)
 

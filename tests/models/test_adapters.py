@@ -1,4 +1,4 @@
-"""Adapters compute what the merged model computes, for every family and every way to group rows."""
+"""Adapters give the logits of the merged model, for each family and each grouping of rows."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,7 @@ MAX_RANK = 256
 
 
 def adaptable(adapted: AdaptedModel, directory: Path) -> dict[str, Shape]:
-    """The shapes of the modules that adapters can change."""
+    """Return the shapes of the modules that adapters can change."""
     stored = safetensors_shapes(weight_files(directory))
     places = adapted.places
     return {name: place.shape for name, place in places.items() if f"{name}.weight" in stored}
@@ -36,15 +36,15 @@ def load(directory: Path, spec: Any, dtype: torch.dtype = torch.float64) -> Any:
 
 
 @pytest.mark.parametrize("variant", one_of_each_kind("phi3", "gpt_neox"))
-def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> None:
+def test_adapter_logits_match_the_merged_model(variant: str, tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", variant)
     model = load(made.directory, made.spec)
     adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64)
     modules = adaptable(adapted, made.directory)
     assert modules, "nothing would be tested"
     write_adapter(tmp_path / "adapter", modules)
-    turned = frozenset(name for name in modules if adapted.places[name].layer.is_transposed)
-    merge(made.directory, tmp_path / "adapter", tmp_path / "merged", turned)
+    transposed = frozenset(name for name in modules if adapted.places[name].layer.is_transposed)
+    merge(made.directory, tmp_path / "adapter", tmp_path / "merged", transposed)
     tokens, paging = random_tokens(12), Paging(dtype=torch.float64)
     [base] = run_paged(model, made.spec, tokens, [[12]], paging)
     adapted.slots.put(0, adapted.load(str(tmp_path / "adapter"), MAX_RANK))
@@ -59,7 +59,7 @@ def test_logits_are_those_of_the_merged_model(variant: str, tmp_path: Path) -> N
     assert (found - base).abs().max() > 1e-3 * scale
 
 
-def test_transformers_computes_the_same_from_the_merged_checkpoint(tmp_path: Path) -> None:
+def test_adapter_logits_match_transformers_on_the_merged_checkpoint(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     model = load(made.directory, made.spec)
     adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64)
@@ -84,7 +84,7 @@ def test_transformers_computes_the_same_from_the_merged_checkpoint(tmp_path: Pat
         ("mixtral", torch.bfloat16),
     ],
 )
-def test_mixed_ranks_in_one_batch_have_the_bits_of_each_alone(
+def test_mixed_ranks_in_a_batch_give_the_same_bits_as_alone(
     variant: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Rows of ranks 1, 8, 64 and 256 and base rows, in the recorded program."""
@@ -126,7 +126,7 @@ def test_mixed_ranks_in_one_batch_have_the_bits_of_each_alone(
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize("variant", ["llama", "mixtral"])
-def test_the_program_computes_what_the_reference_computes(variant: str, tmp_path: Path) -> None:
+def test_the_core_program_matches_float64(variant: str, tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", variant)
     tokens, found = random_tokens(10), []
     for dtype, native in ((torch.float64, False), (torch.float32, True)):
@@ -152,7 +152,7 @@ def llama(tmp_path: Path) -> AdaptedModel:
 QUERY = "model.layers.0.self_attn.q_proj"
 
 
-def test_an_adapter_may_change_some_of_the_merged_modules(
+def test_an_adapter_may_change_one_part_of_a_merged_layer(
     llama: AdaptedModel, tmp_path: Path
 ) -> None:
     value = QUERY.replace("q_proj", "v_proj")
@@ -167,7 +167,7 @@ def test_an_adapter_may_change_some_of_the_merged_modules(
     [
         ("model.layers.9.self_attn.q_proj", (32, 32), "no linear layer"),
         ("lm_head", (32, 32), "no linear layer"),
-        ("q_proj", (32, 32), "no linear layer"),  # of several layers
+        ("q_proj", (32, 32), "no linear layer"),  # several layers have it
         ("model.layers.0.mlp.experts.0.gate_proj", (32, 32), "no linear layer"),
         (QUERY, (32, 31), "trained on another model"),
         (QUERY, (31, 32), "trained on another model"),
@@ -181,7 +181,7 @@ def test_an_adapter_of_another_model_is_refused(
         llama.load(str(tmp_path / "a"), MAX_RANK)
 
 
-def test_modules_outside_of_the_targets_are_refused(tmp_path: Path) -> None:
+def test_modules_outside_lora_target_modules_are_refused(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     model = load(made.directory, made.spec)
 
@@ -197,14 +197,14 @@ def test_modules_outside_of_the_targets_are_refused(tmp_path: Path) -> None:
         adapted("q_proj", "experts")
 
 
-def test_numbers_that_are_not_finite_are_refused(llama: AdaptedModel, tmp_path: Path) -> None:
+def test_non_finite_weights_are_refused(llama: AdaptedModel, tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", {QUERY: (32, 32)}, size=float("inf"))
     with pytest.raises(ModelError, match="not finite"):
         llama.load(str(tmp_path / "a"), MAX_RANK)
 
 
 def test_a_loaded_adapter_does_not_change_with_its_file(tmp_path: Path) -> None:
-    """PEFT's files are mapped; an engine of the same dtype needs no conversion."""
+    """PEFT's files are memory-mapped, and an engine of the same dtype does not convert them."""
     made = write_checkpoint(tmp_path / "base", "llama")
     model = load_model(made.directory, made.spec, torch.float32, CPU)
     adapted = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float32)
@@ -213,6 +213,6 @@ def test_a_loaded_adapter_does_not_change_with_its_file(tmp_path: Path) -> None:
     parts = [part for each in adapted.load(str(path), 4).parts.values() for part in each]
     before = [part.down_RK.clone() for part in parts]
     weights = path / WEIGHTS
-    with weights.open("r+b") as file:  # the same file, as `cp` overwrites it
+    with weights.open("r+b") as file:  # overwritten in place, as by `cp`
         file.write(bytes(weights.stat().st_size))
     assert before and all(map(torch.equal, before, [part.down_RK for part in parts]))

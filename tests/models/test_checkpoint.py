@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what they say, and files that mean ill."""
+"""Headers of safetensors files: names and shapes, and damaged or hostile files."""
 
 import struct
 from pathlib import Path
@@ -12,18 +12,18 @@ from quire.models.checkpoint.files import safetensors_shapes, weight_files
 from tests.support.models.checkpoints import write_checkpoint
 
 
-def written(path: Path, header: bytes, length: int | None = None) -> Path:
+def write_file(path: Path, header: bytes, length: int | None = None) -> Path:
     path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
     return path
 
 
-def test_names_and_shapes(tmp_path: Path) -> None:
+def test_headers_give_names_and_shapes(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(0)}, file, metadata={"format": "pt"})
     assert safetensors_shapes([file]) == {"a": (3, 4), "b": (0,)}
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_shapes_come_from_all_shards(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "llama", max_shard_size="20KB")
     files = weight_files(tmp_path)
     assert len(files) > 1
@@ -48,13 +48,13 @@ def test_shards(tmp_path: Path) -> None:
         (b'{"a": {"shape": ["x"]}}', None),
     ],
 )
-def test_damaged_files(header: bytes, length: int | None, tmp_path: Path) -> None:
-    file = written(tmp_path / "model.safetensors", header, length)
+def test_damaged_headers_are_refused(header: bytes, length: int | None, tmp_path: Path) -> None:
+    file = write_file(tmp_path / "model.safetensors", header, length)
     with pytest.raises(ModelError, match=r"model.safetensors is not a valid.*Download it again"):
         safetensors_shapes([file])
 
 
-def test_files_that_are_too_short_or_not_there(tmp_path: Path) -> None:
+def test_missing_and_short_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     with pytest.raises(ModelError, match="cannot be read"):
         safetensors_shapes([file])

@@ -1,4 +1,4 @@
-"""Configs that say things in unusual ways compute what transformers computes, or are refused."""
+"""Unusual values of config fields give transformers' logits, or are refused."""
 
 import json
 import re
@@ -29,7 +29,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 FACTORS = {name: value for name, value in LONGROPE.items() if name != "rope_type"}
 ABSENT = "absent"
 
-# variant, changes of its config, whether they make a difference
+# variant, changes of its config, whether they change the logits
 SAME: list[tuple[str, dict[str, Any], bool]] = [
     ("qwen2", WINDOW, False),
     ("qwen3", WINDOW, False),
@@ -132,7 +132,7 @@ SAME: list[tuple[str, dict[str, Any], bool]] = [
         {"rope_parameters": {"full_attention": YARN | {"original_max_position_embeddings": 16}}},
         True,
     ),
-    # others
+    # other families
     ("olmo2", {"rms_norm_eps": 0.3}, True),
     ("olmo2", {"hidden_act": "gelu"}, True),
     ("olmo2", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, True),
@@ -159,7 +159,7 @@ SAME: list[tuple[str, dict[str, Any], bool]] = [
     ("cohere2", {"sliding_window": 4}, True),
     ("cohere2", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, True),
     ("cohere2", {"hidden_act": "gelu_new"}, True),
-    # mixtures
+    # mixtures of experts
     ("mixtral", {"num_experts_per_tok": 5}, True),
     ("mixtral", {"num_local_experts": ABSENT, "num_experts": 5}, False),
     ("mixtral", {"sliding_window": 5}, True),
@@ -207,8 +207,8 @@ def changed(folder: Path, variant: str, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def theirs(folder: Path, plain: torch.nn.Module) -> torch.nn.Module:
-    """Return transformers' model by a folder's config, with the weights of a plain one."""
+def reference_model(folder: Path, plain: torch.nn.Module) -> torch.nn.Module:
+    """Return transformers' model for a folder's config, with the weights of another model."""
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     left = model.load_state_dict(plain.state_dict(), strict=False)
@@ -223,13 +223,13 @@ def logits_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", dict.fromkeys(variant for variant, _, _ in SAME))
-def test_as_transformers(variant: str, tmp_path: Path) -> None:
+def test_changed_configs_match_transformers(variant: str, tmp_path: Path) -> None:
     plain = write_checkpoint(tmp_path / "plain", variant).model
     unchanged = logits_of(plain)
     for number, (name, changes, differs) in enumerate(SAME):
         if name == variant:
             folder = changed(tmp_path / str(number), variant, changes)
-            wanted, spec = logits_of(theirs(folder, plain)), load_spec(folder)
+            wanted, spec = logits_of(reference_model(folder, plain)), load_spec(folder)
             assert torch.allclose(unchanged, wanted, rtol=1e-3, atol=1e-3) != differs, changes
             got = run_paged(load_model(folder, spec, torch.float32, CPU), spec, TOKENS, [[40]])[0]
             torch.testing.assert_close(
@@ -321,7 +321,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("variant", dict.fromkeys(variant for variant, _, _ in REFUSED))
-def test_refused_by_name_and_value(variant: str, tmp_path: Path) -> None:
+def test_unsupported_configs_are_refused_by_field_and_value(variant: str, tmp_path: Path) -> None:
     for name, changes, message in REFUSED:
         if name == variant:
             folder = changed(tmp_path, variant, changes)
@@ -340,14 +340,13 @@ def test_refused_by_name_and_value(variant: str, tmp_path: Path) -> None:
         {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
     ],
 )
-def test_scales_of_keys_and_values_alone_are_no_quantised_weights(
+def test_configs_that_quantise_only_keys_and_values_are_accepted(
     quantised: dict[str, Any], tmp_path: Path
 ) -> None:
     load_spec(changed(tmp_path, "llama", {"quantization_config": quantised}))
 
 
-def test_defaults_of_transformers() -> None:
-    """Where a config says nothing."""
+def test_missing_fields_have_transformers_defaults() -> None:
     config = {"num_attention_heads": 32, "hidden_size": 512, "head_dim": ABSENT}
     config |= {"num_key_value_heads": ABSENT, "sliding_window": ABSENT}
     found = {}
@@ -364,7 +363,7 @@ def test_defaults_of_transformers() -> None:
     }
 
 
-def test_every_shape_that_we_bring_is_accepted() -> None:
+def test_every_built_in_shape_has_valid_rotary_frequencies() -> None:
     for name in shape_names():
         spec = load_spec(resolve_model(f"shape:{name}").directory)
         if spec.model_type not in ("gpt2", "opt"):
@@ -377,5 +376,5 @@ def test_every_shape_that_we_bring_is_accepted() -> None:
             assert (frequencies > 0).all()
 
 
-def test_activations_are_those_that_layers_have() -> None:
+def test_configs_allow_the_activations_that_layers_have() -> None:
     assert set(ACTIVATIONS) == layers.ACTIVATIONS.keys()

@@ -1,4 +1,4 @@
-"""Models of ranks that deal out sequences' tokens among each other, against the same on one rank.
+"""Decode context parallelism: ranks that divide the tokens of sequences, against one rank.
 
 Covers `ops/attention/context_shared.py`.
 """
@@ -15,7 +15,7 @@ from quire.ops.host.native import core
 from tests.support.models.checkpoints import write_checkpoint
 from tests.support.models.ranks import logits_of
 
-# (how many ranks, how many of them share): all but the last has two heads of keys and values.
+# (variant, ranks, ranks that share a context). All but llama_multi_query have two KV heads.
 VARIANTS = [
     ("llama", 4, 2),
     ("qwen2_windows", 4, 2),
@@ -28,7 +28,7 @@ VARIANTS = [
     ("llama_multi_query", 4, 4),
     ("llama_multi_query", 2, 2),
 ]
-LIKE_OTHERS = ("mixtral", "mistral_window")
+SLOW_VARIANTS = ("mixtral", "mistral_window")
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ LIKE_OTHERS = ("mixtral", "mistral_window")
         pytest.param(
             *case,
             backend,
-            marks=[] if number % 2 == b and case[0] not in LIKE_OTHERS else pytest.mark.slow,
+            marks=[] if number % 2 == b and case[0] not in SLOW_VARIANTS else pytest.mark.slow,
         )
         for number, case in enumerate(VARIANTS)
         for b, backend in enumerate(("reference", "torch"))
     ],
 )
-def test_ranks_compute_what_one_does(
+def test_ranks_that_share_contexts_match_one_rank(
     variant: str, size: int, sharing: int, backend: str, tmp_path: Path
 ) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
@@ -69,7 +69,9 @@ def test_ranks_compute_what_one_does(
         pytest.param("qwen3_next", {"block_size": 16}, marks=pytest.mark.slow),
     ],
 )
-def test_by_the_core(variant: str, paging: dict[str, Any], tmp_path: Path) -> None:
+def test_core_logits_match_ranks_that_do_not_share(
+    variant: str, paging: dict[str, Any], tmp_path: Path
+) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
     given = {"backend": "cpu", **paging}
     wanted, *_ = run_ranks(

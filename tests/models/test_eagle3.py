@@ -1,4 +1,4 @@
-"""EAGLE-3 heads against their definition, and which are refused."""
+"""EAGLE-3 heads compared with their definition, and heads that are refused."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ from tests.support.models.draft_heads import (
 from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step
 
 TOKENS = random_tokens(18)[0]
-MORE = 4
+NUM_FURTHER = 4
 QWEN3 = {"model_type": "qwen3", "head_dim": 16}
 SHAPES = {
     "authors": HeadShape(),
@@ -45,7 +45,7 @@ SHAPES = {
 
 
 class Target(Model):
-    """Only its embedding is asked for."""
+    """A target model that has only an embedding."""
 
     def __init__(self, table: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,14 +53,14 @@ class Target(Model):
         self.embedding.weight.copy_(table)
 
 
-def guess(
+def draft(
     head: Any, spec: ModelSpec, read_TF: torch.Tensor, backend_name: str, cuts: list[int]
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """As run_by_definition; cuts: known tokens of each step."""
+    """Draft as run_by_definition does. cuts: the number of known tokens in each step."""
     layout = make_layout(spec, 12, 4, head.dtype)
     backend = make_backend(backend_name, layout)
     run = NativeHead(head, backend) if backend_name == "cpu" else head
-    blocks, place = tuple([5, 0, 9, 2, 7, 1, 3] for _ in spec.cache_groups), 0
+    blocks, done = tuple([5, 0, 9, 2, 7, 1, 3] for _ in spec.cache_groups), 0
 
     def prepared(start: int, end: int) -> torch.Tensor:
         step = make_step([RowPart(start, end, blocks)], 4)
@@ -68,25 +68,26 @@ def guess(
         return step.positions_T
 
     for count in cuts:
-        ids = torch.tensor(TOKENS[place + 1 : place + 1 + count])
-        read = read_TF[place : place + count].to(head.dtype)
-        positions = prepared(place, place + count)
+        ids = torch.tensor(TOKENS[done + 1 : done + 1 + count])
+        read = read_TF[done : done + count].to(head.dtype)
+        positions = prepared(done, done + count)
         out = run.first(ids, positions, read, backend)[-1:]
-        place += count
+        done += count
     found = [run.logits(out)[0]]
-    guesses = [int(found[0].argmax())]
-    for i in range(MORE):
-        positions = prepared(place + i, place + i + 1)
-        out = run.further(torch.tensor(guesses[-1:]), positions, out, backend)
+    drafts = [int(found[0].argmax())]
+    for i in range(NUM_FURTHER):
+        positions = prepared(done + i, done + i + 1)
+        out = run.further(torch.tensor(drafts[-1:]), positions, out, backend)
         found.append(run.logits(out)[0])
-        guesses.append(int(found[-1].argmax()))
-    return guesses, found
+        drafts.append(int(found[-1].argmax()))
+    return drafts, found
 
 
 @pytest.mark.parametrize("name", SHAPES)
 @torch.inference_mode()
-def test_guesses_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
-    """Logits of each guess: in float64, in float32 cut into steps, and by the core's program."""
+def test_drafts_match_the_definition(name: str, tmp_path: Path) -> None:
+    """Compares the logits of each draft: in float64, in float32 over several steps, and in the
+    core's program."""
     shape = SHAPES[name]
     weights = write_head(tmp_path, shape)
     target = target_spec(hidden_size=shape.target_size)
@@ -94,7 +95,9 @@ def test_guesses_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     table = torch.randn(shape.vocab, LAYER["hidden_size"])
     read_TF = torch.randn(len(TOKENS) - 1, len(head_options(spec).reads) * shape.target_size)
-    wanted = run_by_definition(HeadByDefinition(shape, weights, table), TOKENS, read_TF, MORE)
+    wanted = run_by_definition(
+        HeadByDefinition(shape, weights, table), TOKENS, read_TF, NUM_FURTHER
+    )
     for backend, dtype, cuts, limit in (
         ("reference", torch.float64, [17], 1e-10),
         ("torch", torch.float32, [9, 1, 7], 1e-3),
@@ -103,14 +106,14 @@ def test_guesses_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
         head = load_model(tmp_path, spec, dtype, CPU)
         assert isinstance(head, Eagle3)
         head.attach(Target(table, dtype))
-        guesses, found = guess(head, spec, read_TF, backend, cuts)
-        assert guesses == wanted[0]
+        drafts, found = draft(head, spec, read_TF, backend, cuts)
+        assert drafts == wanted[0]
         for each, logits in zip(found, wanted[1], strict=True):
             torch.testing.assert_close(each.double(), logits, rtol=limit, atol=limit)
 
 
 @torch.inference_mode()
-def test_both_layouts_are_one_head(tmp_path: Path) -> None:
+def test_both_checkpoint_layouts_give_the_same_logits(tmp_path: Path) -> None:
     table, found = torch.randn(97, 32), []
     for layout in (AUTHORS, SPECULATORS):
         shape = HeadShape(layout, reads=(1, 3, 5))
@@ -120,11 +123,11 @@ def test_both_layouts_are_one_head(tmp_path: Path) -> None:
         assert isinstance(head, Eagle3)
         head.attach(Target(table, torch.float32))
         torch.manual_seed(3)
-        found.append(guess(head, spec, torch.randn(17, 96), "torch", [17])[1])
+        found.append(draft(head, spec, torch.randn(17, 96), "torch", [17])[1])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_random_weights_need_no_files(tmp_path: Path) -> None:
+def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
     shape = HeadShape(SPECULATORS)
     (tmp_path / "config.json").write_text(json.dumps(shape.config))
     spec = head_spec(tmp_path, target_spec())
@@ -145,7 +148,7 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
         ({"d2t": torch.full((41,), 90)}, "is invalid"),
     ],
 )
-def test_weights_that_are_refused(
+def test_invalid_weights_are_refused(
     changed: dict[str, torch.Tensor | None], error: str, tmp_path: Path
 ) -> None:
     write_head(tmp_path, HeadShape(), **changed)
@@ -156,7 +159,7 @@ def test_weights_that_are_refused(
         head.attach(Target(torch.zeros(97, 32), torch.float32))
 
 
-def test_an_embedding_of_another_width_is_not_shared(tmp_path: Path) -> None:
+def test_a_target_embedding_of_another_width_is_refused(tmp_path: Path) -> None:
     write_head(tmp_path, HeadShape(target_size=24))
     head = load_model(
         tmp_path, head_spec(tmp_path, target_spec(hidden_size=24)), torch.float32, CPU

@@ -2,8 +2,8 @@
 refused by its name.
 
 Each case changes one field of a tiny checkpoint's config to another value of its type, and runs
-both in float64. A change without effect in both is right, too. Changes that transformers refuses
-are skipped.
+both in float64. A change may have no effect in either. Changes that transformers refuses are
+skipped.
 """
 
 import json
@@ -29,13 +29,13 @@ from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.quick import first_of_each_type
 
 TOKENS = [5, 17, 3, 40, 22, 9, 31, 14, 2, 44, 27, 8]  # below half of the vocabulary
-CLOSE = 1e-9  # of the largest logit
-FEWEST_CASES = 60  # of a variant
-QUICK = "qwen2"  # what `make test` tries
-QUICK_STEP = 5  # `make test` tries each fifth change
+CLOSE = 1e-9  # relative to the largest logit
+MIN_CASES = 60  # of a variant
+QUICK = "qwen2"  # the variant of `make test`
+QUICK_STEP = 5  # `make test` runs every fifth change
 SIZES = ("hidden_size", "vocab_size", "intermediate_size")  # their defaults make large models
 WEIGHTS = "model.safetensors"
-# What a refusal may say in place of the field: another name of it, or what it is compared with.
+# Other names that a refusal may give: an alias of the field, or the field it is compared with.
 ALSO_CALLED = {
     "rope_scaling": ("rope_parameters", "original_max_position_embeddings"),
     "num_local_experts": ("num_experts",),
@@ -46,14 +46,14 @@ ALSO_CALLED = {
 
 @dataclass(frozen=True)
 class Ours:
-    """What came of a config here: logits [T, V], or a refusal."""
+    """quire's result for a config: logits [T, V], or a refusal."""
 
     logits: torch.Tensor | None = None
     refusal: str = ""
 
 
 def base_config(variant: str) -> dict[str, Any]:
-    """A variant's whole config, as transformers writes it."""
+    """Return a variant's whole config, as transformers writes it."""
     model_type, own = VARIANTS[variant]
     config = transformers.AutoConfig.for_model(model_type, **own)
     written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
@@ -72,8 +72,8 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def make_theirs(folder: Path) -> Any:
-    """transformers' model of a folder's config in float64. The numbers of a weight depend on its
-    name and shape alone."""
+    """Return transformers' model of a folder's config in float64. A weight's values depend only on
+    its name and shape."""
     config = transformers.AutoConfig.from_pretrained(folder)
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, **options)
@@ -91,7 +91,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def theirs(folder: Path) -> torch.Tensor | None:
-    """Logits by transformers, whose weights are then in the folder; None if it refuses the
+    """Return transformers' logits, and save its weights in the folder; None if it refuses the
     config."""
     with WholePrecision():
         try:
@@ -124,9 +124,9 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> str | None:
     return None if error < CLOSE else f"differs by {error:.1e}"
 
 
-def their_reading(folder: Path) -> torch.Tensor | str | None:
-    """Logits by transformers from the weights that are in the folder; which of them it misses or
-    leaves out; None if it refuses the config or fails."""
+def their_logits_with_stored_weights(folder: Path) -> torch.Tensor | str | None:
+    """Return transformers' logits with the weights in the folder, or a text that lists missing and
+    unused weights. Return None if it refuses the config or fails."""
     options: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with WholePrecision():
         try:
@@ -139,21 +139,21 @@ def their_reading(folder: Path) -> torch.Tensor | str | None:
             return None
 
 
-def beside_the_same_weights(folder: Path) -> str | None:
-    """Say what is wrong with what is read of a folder whose config was changed, not its weights."""
-    wanted = their_reading(folder)
+def problem_with_stored_weights(folder: Path) -> str | None:
+    """Return what is wrong when the config was changed but not the weights; None if nothing is."""
+    wanted = their_logits_with_stored_weights(folder)
     if wanted is None:
         return None
     got = ours(folder)
     if got.logits is None:
         return None
     if isinstance(wanted, str):
-        return f"is read, though {wanted}"
+        return f"is accepted, though transformers reports {wanted}"
     return difference(got.logits, wanted)
 
 
 def names_in(change: Change) -> Iterator[str]:
-    """What a refusal may call a change by."""
+    """Yield the names by which a refusal may refer to a change."""
     for name, value in change.items():
         yield from (name, *ALSO_CALLED.get(name, ()))
         if isinstance(value, dict):
@@ -161,7 +161,7 @@ def names_in(change: Change) -> Iterator[str]:
 
 
 def problem(folder: Path, base: dict[str, Any], change: Change) -> str | None:
-    """Say what is wrong with what becomes of a change; None if nothing is."""
+    """Return what is wrong with the result for a changed config; None if nothing is."""
     wanted = theirs(write_config(folder, changed(base, change)))
     if wanted is None:
         return None
@@ -176,14 +176,13 @@ def problem(folder: Path, base: dict[str, Any], change: Change) -> str | None:
 
 
 def quick_or_slow(names: Iterable[str]) -> list[Any]:
-    """Variants, and which of their changes are tried: all where there is time."""
+    """Return variants, and the step between their tested changes. Slow cases test all changes."""
     all_of = [pytest.param(name, 1, marks=pytest.mark.slow) for name in sorted(names)]
     return [pytest.param(QUICK, QUICK_STEP), *all_of]
 
 
 def chosen(all_changes: list[Change], step: int) -> list[Change]:
-    """Return each change whose number is a multiple of step. A step above 1 leaves out models that
-    take seconds to fill."""
+    """Return every step-th change. A step above 1 leaves out models that take seconds to fill."""
     return [
         change
         for change in all_changes[::step]
@@ -191,43 +190,45 @@ def chosen(all_changes: list[Change], step: int) -> list[Change]:
     ]
 
 
-def test_each_architecture_is_tried() -> None:
+def test_each_architecture_is_covered() -> None:
     assert {VARIANTS[name][0] for name in first_of_each_type()} == set(MODELS)
 
 
 @pytest.mark.parametrize(("variant", "step"), quick_or_slow(VARIANTS))
-def test_each_field_is_obeyed_or_refused(variant: str, step: int, tmp_path: Path) -> None:
+def test_each_field_matches_transformers_or_is_refused(
+    variant: str, step: int, tmp_path: Path
+) -> None:
     base = base_config(variant)
     assert problem(tmp_path / "base", base, {}) is None
     assert ours(tmp_path / "base").logits is not None
-    tried = list(changes(VARIANTS[variant][0], base))
-    assert len(tried) > FEWEST_CASES
-    tried += ropes(base) if variant in first_of_each_type() else []
-    check_all(tmp_path, chosen(tried, step), lambda folder, change: problem(folder, base, change))
+    tested = list(changes(VARIANTS[variant][0], base))
+    assert len(tested) > MIN_CASES
+    tested += ropes(base) if variant in first_of_each_type() else []
+    check_all(tmp_path, chosen(tested, step), lambda folder, change: problem(folder, base, change))
 
 
 @pytest.mark.parametrize(("variant", "step"), quick_or_slow(first_of_each_type()))
-def test_weights_that_do_not_fit_the_config_are_refused(
+def test_weights_that_contradict_the_config_are_refused(
     variant: str, step: int, tmp_path: Path
 ) -> None:
-    """The weights stay as they are. Where transformers would make up or leave out some, we refuse;
-    else the numbers are the same."""
+    """Only the config changes. quire refuses it where transformers would initialise or ignore
+    weights. Otherwise the logits are equal."""
     base, stored = base_config(variant), tmp_path / "stored"
     assert theirs(write_config(stored, base)) is not None
 
-    def beside_stored(folder: Path, change: Change) -> str | None:
+    def problem_of_config(folder: Path, change: Change) -> str | None:
         write_config(folder, changed(base, change))
         (folder / WEIGHTS).hardlink_to(stored / WEIGHTS)
-        return beside_the_same_weights(folder)
+        return problem_with_stored_weights(folder)
 
-    check_all(tmp_path, chosen(list(changes(VARIANTS[variant][0], base)), step), beside_stored)
+    check_all(tmp_path, chosen(list(changes(VARIANTS[variant][0], base)), step), problem_of_config)
 
 
 def check_all(
-    where: Path, tried: Iterable[Change], problem_of: Callable[[Path, Change], str | None]
+    where: Path, tested: Iterable[Change], problem_of: Callable[[Path, Change], str | None]
 ) -> None:
     problems = []
-    for number, change in enumerate(tried):
+    for number, change in enumerate(tested):
         folder = where / str(number)
         found = problem_of(folder, change)
         if found is not None:

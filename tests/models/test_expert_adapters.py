@@ -1,4 +1,4 @@
-"""Adapters of experts compute what the model computes into which they are merged."""
+"""Adapters of experts give the logits of the model into which they are merged."""
 
 import json
 from pathlib import Path
@@ -62,13 +62,15 @@ def logits_with(adapter: Path, made: Checkpoint, place: RankPlace | None = None)
     ("variant", "is_swapped"),
     [
         ("qwen3_moe", False),  # the checkpoint has modules for each expert
-        ("mixtral", True),  # and other names than transformers
+        ("mixtral", True),  # the same, with other names than transformers'
         ("gpt_oss", False),  # inputs before outputs; rows of gate and up alternate
         *(pytest.param(n, False, marks=slow) for n in ("llama4", "qwen3_5_moe", "deepseek_v3")),
         *(pytest.param(n, True, marks=slow) for n in ("qwen3_moe", "glm4_moe")),
     ],
 )
-def test_tensors_of_all_experts(variant: str, is_swapped: bool, tmp_path: Path) -> None:
+def test_adapters_of_joint_expert_tensors_match_the_merged_model(
+    variant: str, is_swapped: bool, tmp_path: Path
+) -> None:
     made = write_checkpoint(tmp_path / "base", variant)
     model = float64_model(made.directory)
     adapter = write_parameters_adapter(tmp_path / "adapter", model, is_swapped=is_swapped)
@@ -82,7 +84,9 @@ def test_tensors_of_all_experts(variant: str, is_swapped: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("has_whole_experts", [False, True])
 @pytest.mark.parametrize("is_joint", [False, True])
-def test_ranks_add_up_their_parts(has_whole_experts: bool, is_joint: bool, tmp_path: Path) -> None:
+def test_ranks_add_up_their_parts_of_an_adapter(
+    has_whole_experts: bool, is_joint: bool, tmp_path: Path
+) -> None:
     """Each rank has a part of each expert, or some of the experts."""
     made = write_own(tmp_path / "base", "mixtral", MIXTRAL | {"num_local_experts": 4})
     if is_joint:
@@ -117,7 +121,7 @@ def load(adapter: Path, made: Checkpoint) -> None:
     AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float64).load(str(adapter), 16)
 
 
-def test_a_rank_is_that_of_one_expert(base: Checkpoint, tmp_path: Path) -> None:
+def test_the_rank_is_counted_per_expert(base: Checkpoint, tmp_path: Path) -> None:
     adapter = write_parameters_adapter(tmp_path / "a", float64_model(base.directory), 5)
     files = read_adapter(adapter, 5)
     assert files.max_rank == 5
@@ -127,14 +131,14 @@ def test_a_rank_is_that_of_one_expert(base: Checkpoint, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["rank_pattern", "alpha_pattern"])
-def test_patterns_are_refused(base: Checkpoint, tmp_path: Path, option: str) -> None:
+def test_rank_and_alpha_patterns_are_refused(base: Checkpoint, tmp_path: Path, option: str) -> None:
     adapter = write_parameters_adapter(tmp_path / "a", float64_model(base.directory))
     change(adapter, **{option: {"q_proj": 4}})
     with pytest.raises(ModelError, match=f"{option} together with target_parameters"):
         read_adapter(adapter)
 
 
-def test_other_ranks_than_the_configs_are_refused(base: Checkpoint, tmp_path: Path) -> None:
+def test_a_rank_that_contradicts_the_config_is_refused(base: Checkpoint, tmp_path: Path) -> None:
     adapter = write_parameters_adapter(tmp_path / "a", float64_model(base.directory))
     change(adapter, r=4)
     with pytest.raises(ModelError, match="18 rows, which is no multiple of r=4"):
@@ -148,7 +152,7 @@ def test_other_ranks_than_the_configs_are_refused(base: Checkpoint, tmp_path: Pa
         ({"moe_intermediate_size": 20}, "of each expert, but the model has"),
     ],
 )
-def test_adapters_of_other_mixtures_are_refused(
+def test_adapters_for_other_expert_sizes_are_refused(
     base: Checkpoint, tmp_path: Path, changes: dict[str, int], message: str
 ) -> None:
     kind, config = VARIANTS["qwen3_moe"]
@@ -159,14 +163,14 @@ def test_adapters_of_other_mixtures_are_refused(
 
 
 def test_square_tensors_are_refused(tmp_path: Path) -> None:
-    """Versions of PEFT differ in what they take as a parameter's inputs."""
+    """Versions of PEFT disagree about which dimension of a parameter is its input."""
     base = write_own(tmp_path / "base", "mixtral", MIXTRAL | {"intermediate_size": 32})
     adapter = write_parameters_adapter(tmp_path / "a", float64_model(base.directory))
     with pytest.raises(ModelError, match="down_proj is square"):
         load(adapter, base)
 
 
-def test_one_experts_matrices() -> None:
+def test_matrices_of_one_expert_are_extracted() -> None:
     """Two experts of rank 2, with 1 input and 1 output."""
     module = AdaptedModule("experts", 2, 1, 1, 1.0, "a", "b", num_experts=2)
     down, up = torch.tensor([[0.0], [1], [2], [3]]), torch.tensor([[0.0, 1, 2, 3]])
@@ -176,9 +180,9 @@ def test_one_experts_matrices() -> None:
     assert down_RK.tolist() == [[1], [3]] and up_NR.tolist() == [[2, 3]]
 
 
-def test_changes_of_a_layer_never_overlap() -> None:
-    """A set of adapters may change gate and up together, and gate alone. Threads add to each group
-    of outputs at the same time."""
+def test_changes_are_split_into_disjoint_groups_of_outputs() -> None:
+    """A set of adapters may change gate and up together, and gate alone. Threads add to all groups
+    of outputs in parallel."""
     layer: Any = SimpleNamespace(module_rows=[("gate", rows_of(2)), ("up", rows_of(3))])
     whole, gate = (ModulePosition(layer, 0, 0, rows_of(size)) for size in (5, 2))
     joint = Change("both", torch.ones(1, 4), torch.arange(5.0)[None], 1.0)

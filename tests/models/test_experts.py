@@ -1,4 +1,4 @@
-"""Layers with experts: their two forms, the layers that have them, and errors about bad numbers."""
+"""Expert layers: lists and stacked tensors, the layers that have them, and invalid sizes."""
 
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,14 @@ def logits(model: torch.nn.Module, spec: ModelSpec, dtype: torch.dtype) -> torch
     return run_paged(model, spec, TOKENS, [[20, 1, 10]], dtype=dtype)[0]
 
 
-# ---- the two forms ---------------------------------------------------------------------------
+# ---- lists and stacked tensors ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe_some"])
-def test_stacked_as_on_a_gpu(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filled from the same tensors, and as large as was planned."""
+def test_stacked_experts_match_transformers_and_the_planned_size(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They load from the same checkpoint as lists of experts."""
     checkpoint = write_checkpoint(tmp_path, variant, max_shard_size="20KB")
     monkeypatch.setattr(experts, "ExpertList", StackedExperts)
     model = load_model(tmp_path, checkpoint.spec, torch.float64, CPU)
@@ -85,10 +87,10 @@ MIXTURES = sorted(n for n, (kind, _) in VARIANTS.items() if kind in EXPERTS_OF a
         for stacks in (False, True)
     ],
 )
-def test_one_by_one_and_in_one_tensor(
+def test_experts_load_from_separate_and_joint_tensors(
     variant: str, together: bool, stacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the hub has them, and as transformers 5 writes them where it does not go back to that."""
+    """Separate as on the hub, or joint in the own format of transformers 5."""
     checkpoint = write_checkpoint(tmp_path, variant)
     if together:
         (tmp_path / "model.safetensors").unlink()
@@ -105,8 +107,9 @@ def test_one_by_one_and_in_one_tensor(
 
 
 @pytest.mark.parametrize("variant", MIXTURES)
-def test_lists_are_stacked_where_weights_came_quantised(variant: str, tmp_path: Path) -> None:
-    """What a GPU is given then computes the same, and takes the lists' place."""
+def test_finish_stacks_lists_of_experts_for_a_gpu(variant: str, tmp_path: Path) -> None:
+    """Weights that were stored quantised load as lists. The stacked experts replace the lists, give
+    the same logits, and take as much memory."""
     checkpoint = write_checkpoint(tmp_path, variant)
     model = load_model(tmp_path, checkpoint.spec, torch.float64, CPU)
     wanted, num_bytes = logits(model, checkpoint.spec, torch.float64), model_bytes(model)
@@ -118,13 +121,13 @@ def test_lists_are_stacked_where_weights_came_quantised(variant: str, tmp_path: 
     assert model_bytes(model) == num_bytes
 
 
-def test_a_gpu_gets_them_stacked() -> None:
+def test_experts_are_stacked_on_a_gpu_only() -> None:
     for device, kind in (("cuda", StackedExperts), ("cpu", ExpertList), ("meta", ExpertList)):
         assert experts.experts_class(torch.device(device)) is kind
 
 
 @pytest.mark.parametrize("stacks", [False, True])
-def test_an_expert_that_is_missing_is_named(
+def test_a_missing_expert_is_named(
     stacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, "qwen3_moe")
@@ -139,7 +142,7 @@ def test_an_expert_that_is_missing_is_named(
 
 
 @pytest.mark.parametrize("stacks", [False, True])
-def test_random_weights(stacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummy_weights_depend_on_the_seed(stacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if stacks:
         monkeypatch.setattr(experts, "ExpertList", StackedExperts)
     spec = spec_with()
@@ -163,10 +166,10 @@ def test_experts_are_quantised_and_routers_are_not(tmp_path: Path) -> None:
         assert [weight.format for weight in weights] == ["bfloat16", "int8"]
 
 
-# ---- which layers, and how many numbers ------------------------------------------------------
+# ---- which layers, and how many parameters ---------------------------------------------------
 
 
-def test_layers_with_experts() -> None:
+def test_the_config_chooses_the_layers_with_experts() -> None:
     for changes, wanted in (
         ({}, [True] * 6),
         ({"decoder_sparse_step": 2}, [False, True] * 3),
@@ -179,7 +182,7 @@ def test_layers_with_experts() -> None:
         assert [isinstance(layer.mlp, SparseMLP) for layer in layers] == wanted
 
 
-def test_names_of_the_hub_and_of_transformers() -> None:
+def test_num_local_experts_is_an_alias_of_num_experts() -> None:
     plain = {name: value for name, value in EXPERTS.items() if name != "num_experts"}
     spec = parse_spec({"model_type": "qwen3_moe", "num_local_experts": 6} | plain)
     assert spec.experts == spec_with().experts
@@ -187,7 +190,7 @@ def test_names_of_the_hub_and_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"num_experts_per_tok": 7}, "to 7 of 6 experts"),
         ({"num_experts_per_tok": 0}, "from 1 to num_experts"),
@@ -195,21 +198,21 @@ def test_names_of_the_hub_and_of_transformers() -> None:
         ({"moe_intermediate_size": 0}, "below 1: 1 and 0"),
     ],
 )
-def test_numbers_that_cannot_be(changes: dict[str, int], says: str) -> None:
-    with pytest.raises(ModelError, match=says):
+def test_impossible_sizes_are_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         make_model(spec_with(**changes), torch.float32, META)
 
 
-def test_windows_only_where_they_are_used() -> None:
-    """As transformers has it: all layers, and none unless use_sliding_window says so."""
+def test_windows_apply_only_with_use_sliding_window() -> None:
+    """As in transformers: all layers have the window with use_sliding_window, none without."""
     assert spec_with(sliding_window=6).layer_windows == (None,) * 3
     hub = {"sliding_window": 6, "max_window_layers": 2, "use_sliding_window": True}
     assert spec_with(**hub).layer_windows == (6,) * 3
 
 
 @pytest.mark.slow
-def test_the_sizes_of_qwen3_30b_a3b() -> None:
-    """30.5 billion parameters, of which each token is multiplied with 3.0."""
+def test_qwen3_30b_a3b_has_the_published_sizes() -> None:
+    """30.5 billion parameters, of which 3.0 billion are active per token."""
     spec = load_spec(resolve_model("shape:qwen3-30b-a3b").directory)
     shapes = [shape for part in outline(spec).parts for shape in part.tensors.values()]
     sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -223,21 +226,21 @@ def test_the_sizes_of_qwen3_30b_a3b() -> None:
 
 
 @pytest.mark.parametrize("variant", [*MIXTURES, "qwen3_next", "qwen3_next_some", "qwen3_5_wide"])
-def test_parameters_that_multiply_a_token(variant: str) -> None:
+def test_linear_parameters_equal_the_step_cost(variant: str) -> None:
     spec = parse_spec({"model_type": VARIANTS[variant][0]} | VARIANTS[variant][1])
     assert linear_parameters(spec) == step_cost(spec, torch.float32).layers
 
 
-# ---- gpt-oss as the hub has it ---------------------------------------------------------------
+# ---- gpt-oss as on the hub -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A gpt-oss whose experts are in MXFP4, and the same with the numbers that they stand for."""
+    """Write a gpt-oss with MXFP4 experts, and the same one with dequantised experts."""
     return write_gpt_oss(tmp_path_factory.mktemp("oss"))
 
 
-def test_experts_in_mxfp4_stand_for_these_numbers(oss: tuple[Path, Path]) -> None:
+def test_mxfp4_experts_match_the_dequantised_checkpoint(oss: tuple[Path, Path]) -> None:
     quantised, plain = oss
     model, spec = load(quantised, torch.float64)
     got = logits(model, spec, torch.float64)
@@ -246,13 +249,13 @@ def test_experts_in_mxfp4_stand_for_these_numbers(oss: tuple[Path, Path]) -> Non
 
 
 @needs_core
-def test_experts_in_mxfp4_stay_so(oss: tuple[Path, Path]) -> None:
-    """As large as they were planned; what differs is the rounding of activations to 8 bits."""
+def test_mxfp4_experts_stay_packed(oss: tuple[Path, Path]) -> None:
+    """They have the planned size. Logits differ by the rounding of activations to 8 bits."""
     quantised, plain = oss
     model, spec = load(quantised, torch.float32)
-    kept = [layer for layer in model.modules() if isinstance(layer, ExpertLinear)]
-    assert len(kept) == 2 * 2 * 5
-    for layer in kept:
+    expert_layers = [layer for layer in model.modules() if isinstance(layer, ExpertLinear)]
+    assert len(expert_layers) == 2 * 2 * 5
+    for layer in expert_layers:
         assert isinstance(layer.weight, PackedWeight) and layer.weight.format == "mxfp4"
     got = logits(model, spec, torch.float32)
     (wanted,) = exact_logits(plain, TOKENS)

@@ -1,4 +1,4 @@
-"""Different weights have different identities, even if a file's size and time are the same."""
+"""Different weights have different identities, even if size and modification time are equal."""
 
 import json
 import os
@@ -14,7 +14,7 @@ TENSORS = {"a": (0, 70_000_000), "b": (70_000_000, 70_000_900), "c": (70_000_900
 
 
 def write_large(path: Path) -> int:
-    """A sparse safetensors file; returns where its data begins."""
+    """Write a sparse safetensors file; return where its data begins."""
     entries = {
         name: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
         for name, (begin, end) in TENSORS.items()
@@ -27,7 +27,7 @@ def write_large(path: Path) -> int:
 
 
 def change(path: Path, offset: int, data: bytes) -> None:
-    """Write in place, and set the time back."""
+    """Overwrite bytes in place, and restore the modification time."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(offset)
@@ -37,7 +37,7 @@ def change(path: Path, offset: int, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 7, 4096 * 40 + 1, 999_999])
-def test_every_byte_of_a_small_file_counts(offset: int, tmp_path: Path) -> None:
+def test_every_byte_of_a_small_file_changes_the_identity(offset: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(1_000_000))
     before = file_identity(path)
@@ -46,8 +46,8 @@ def test_every_byte_of_a_small_file_counts(offset: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_of_a_large_file_that_changed_is_seen(name: str, tmp_path: Path) -> None:
-    """Also one that lies between all pages of the spread, as `b` does."""
+def test_a_changed_tensor_of_a_large_file_changes_the_identity(name: str, tmp_path: Path) -> None:
+    """Also for a tensor between the evenly spread pages, as `b` is."""
     path = tmp_path / "model.safetensors"
     start = write_large(path)
     assert path.stat().st_size > module.WHOLE_BYTES
@@ -58,9 +58,7 @@ def test_a_tensor_of_a_large_file_that_changed_is_seen(name: str, tmp_path: Path
     assert file_identity(path) != before
 
 
-def test_a_header_beyond_the_usual_start_counts_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_header_is_hashed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     write_large(path)
     monkeypatch.setattr(module, "MIN_START_BYTES", 16)
@@ -71,22 +69,22 @@ def test_a_header_beyond_the_usual_start_counts_whole(
     assert file_identity(path) != before
 
 
-def test_a_large_file_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_read_in_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     write_large(path)
     reads, pread = [], os.pread
 
-    def counted(file: int, num_bytes: int, offset: int) -> bytes:
+    def counting_pread(file: int, num_bytes: int, offset: int) -> bytes:
         reads.append(offset)
         return pread(file, num_bytes, offset)
 
-    monkeypatch.setattr(module.os, "pread", counted)
+    monkeypatch.setattr(module.os, "pread", counting_pread)
     file_identity(path)
     assert module.PAGES <= len(reads) <= module.PAGES + len(TENSORS)
 
 
 @pytest.mark.parametrize("spans", [[-5, 3], [0, 1 << 70], ["x", 1], 7])
-def test_a_header_that_means_ill_is_hashed_like_any_other(spans: object, tmp_path: Path) -> None:
+def test_a_hostile_header_is_hashed_like_any_other(spans: object, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     header = json.dumps({"a": {"dtype": "U8", "shape": [3], "data_offsets": spans}}).encode()
     with path.open("wb") as file:

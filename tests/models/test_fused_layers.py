@@ -1,5 +1,5 @@
-"""Layers whose norms, gates and additions are fused with their products: the same bits as layers of
-separate operations, where a CPU computes both."""
+"""Layers that fuse norms, gates and additions with matrix products give the bits of separate
+operations on a CPU."""
 
 from pathlib import Path
 
@@ -28,10 +28,10 @@ FUSED = {"normed_linear", "linear_add"}
         ("gpt_neox", set()),  # another kind of norm
     ],
 )
-def test_fused_layers_compute_what_others_compute(
+def test_fused_layers_give_the_bits_of_separate_operations(
     variant: str, fused: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole, and in two stages, of which the first passes a whole stream on."""
+    """In one model, and in two stages. The first stage passes the complete residual stream on."""
     spec = write_checkpoint(tmp_path, variant).spec
     whole = load_model(tmp_path, spec, FLOAT, CPU)
     stages = [stage_of(tmp_path, spec, stage, 2) for stage in range(2)]

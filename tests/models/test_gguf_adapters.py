@@ -1,4 +1,4 @@
-"""Adapters in llama.cpp's GGUF files are the same as in PEFT's, for bases of both kinds.
+"""Adapters in llama.cpp's GGUF files equal those in PEFT's files, for bases of both formats.
 
 Covers `models/gguf/adapters.py` and `spec/gguf/adapter.py`.
 """
@@ -43,13 +43,13 @@ def adapted_model(made: Checkpoint) -> AdaptedModel:
 
 
 def write_both(made: Checkpoint, adapted: AdaptedModel, folder: Path) -> tuple[Path, Path]:
-    """An adapter of all modules but experts, in PEFT's format and in llama.cpp's."""
-    held = safetensors_shapes(weight_files(made.directory))
+    """Write an adapter of all modules but experts, in PEFT's format and in llama.cpp's."""
+    stored = safetensors_shapes(weight_files(made.directory))
     places = adapted.places.items()
     modules = {
         name: place.shape
         for name, place in places
-        if f"{name}.weight" in held and ".experts." not in name
+        if f"{name}.weight" in stored and ".experts." not in name
     }
     assert modules, "nothing would be tested"
     peft = write_adapter(folder / "peft", modules, 4)
@@ -62,7 +62,7 @@ def config_of(made: Checkpoint) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("variant", TYPES)
-def test_the_matrices_are_those_of_pefts_files(variant: str, tmp_path: Path) -> None:
+def test_gguf_adapters_have_the_matrices_of_pefts_files(variant: str, tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", variant)
     adapted = adapted_model(made)
     wanted, found = (
@@ -79,7 +79,7 @@ def test_the_matrices_are_those_of_pefts_files(variant: str, tmp_path: Path) -> 
             assert part.scale == other.scale
 
 
-def test_a_base_from_gguf_computes_what_the_merged_model_computes(tmp_path: Path) -> None:
+def test_a_gguf_base_with_an_adapter_matches_the_merged_model(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     peft, gguf = write_both(made, adapted_model(made), tmp_path)
     merge(made.directory, peft, tmp_path / "merged")
@@ -96,7 +96,7 @@ def test_a_base_from_gguf_computes_what_the_merged_model_computes(tmp_path: Path
 
 
 @pytest.mark.parametrize(("kind", "error"), [(F16, 1e-3), (Q8_0, 1e-2)])
-def test_smaller_formats_are_dequantised(tmp_path: Path, kind: int, error: float) -> None:
+def test_f16_and_q8_0_adapters_are_dequantised(tmp_path: Path, kind: int, error: float) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     adapted = adapted_model(made)
     peft = write_adapter(tmp_path / "peft", {QUERY: adapted.places[QUERY].shape}, 4)
@@ -107,8 +107,10 @@ def test_smaller_formats_are_dequantised(tmp_path: Path, kind: int, error: float
 
 
 @pytest.mark.parametrize(("alpha", "scale"), [(8.0, 2.0), (0.0, 1.0)])
-def test_scales_and_digest(tmp_path: Path, alpha: float, scale: float) -> None:
-    """llama.cpp takes alpha 0 as the scale 1."""
+def test_gguf_adapters_have_scale_digest_and_bounded_rank(
+    tmp_path: Path, alpha: float, scale: float
+) -> None:
+    """llama.cpp treats alpha 0 as the scale 1."""
     peft = write_adapter(tmp_path / "peft", {QUERY: (32, 32)}, 4, alpha=alpha)
     gguf = to_gguf(peft, tmp_path / "lora.gguf", {"model_type": "qwen2"})
     files = read_adapter(gguf)
@@ -131,14 +133,16 @@ def test_scales_and_digest(tmp_path: Path, alpha: float, scale: float) -> None:
         ({}, "changes nothing"),
     ],
 )
-def test_files_that_are_no_adapters(tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
+def test_gguf_files_without_a_valid_adapter_are_refused(
+    tmp_path: Path, metadata: dict[str, Any], message: str
+) -> None:
     usual = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 8.0}
     path = write_gguf(tmp_path / "lora.gguf", usual | metadata)
     with pytest.raises(ModelError, match=message):
         read_adapter(path)
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_foreign_and_damaged_adapters_are_refused(tmp_path: Path) -> None:
     made = write_checkpoint(tmp_path / "base", "llama")
     adapted, other = adapted_model(made), {"model_type": "qwen2"}
     shapes: dict[str, Shape] = {QUERY: (32, 32)}

@@ -26,7 +26,7 @@ from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.ranks import logits_of
 
 SEQUENCES = random_tokens(23, 5)
-# As V2 Lite: neither compressed queries nor groups.
+# As in V2 Lite: neither compressed queries nor groups.
 LITE = (
     LATENT
     | ROUTED
@@ -75,22 +75,22 @@ def check_equal(directory: Path, spec: ModelSpec, path: Path, limit: float = 1e-
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_other_forms_give_the_same_logits(name: str, tmp_path: Path) -> None:
+def test_other_configs_give_the_checkpoints_logits(name: str, tmp_path: Path) -> None:
     spec = write(tmp_path, *CONFIGS[name])
     path = convert(tmp_path, tmp_path / "model.gguf")
     assert ("blk.0.attn_kv_b.weight" in GGUFFile(path).tensors) == (name != "lite")
     check_equal(tmp_path, spec, path, 1e-5 if name == "minicpm3" else 1e-8)
 
 
-def test_heads_in_another_format(tmp_path: Path) -> None:
-    """In float16, of weights that it can hold."""
+def test_float16_files_give_the_checkpoints_logits(tmp_path: Path) -> None:
+    """The weights are rounded to float16 first, so the file holds them exactly."""
     spec = write(tmp_path, "deepseek_v3", V3)
     weights = load_file(tmp_path / "model.safetensors")
     change_weights(tmp_path, {name: w.half().float() for name, w in weights.items()})
     check_equal(tmp_path, spec, convert(tmp_path, tmp_path / "model.gguf", F16))
 
 
-def test_quantised_weights_stay_near(tmp_path: Path) -> None:
+def test_q8_0_files_give_logits_near_the_checkpoints(tmp_path: Path) -> None:
     sizes = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
     spec = write(tmp_path, "deepseek_v3", V3 | sizes)
     path = convert(tmp_path, tmp_path / "model.gguf", Q8_0)
@@ -104,7 +104,7 @@ def test_quantised_weights_stay_near(tmp_path: Path) -> None:
 
 
 @torch.inference_mode()
-def test_ranks_share_the_heads(tmp_path: Path) -> None:
+def test_two_ranks_match_one_rank(tmp_path: Path) -> None:
     write(tmp_path, "deepseek_v3", V3)
     path = convert(tmp_path, tmp_path / "model.gguf")
     spec = load_spec(path)
@@ -114,7 +114,7 @@ def test_ranks_share_the_heads(tmp_path: Path) -> None:
             torch.testing.assert_close(got_TV, wanted_TV, rtol=1e-10, atol=1e-10)
 
 
-def test_layers_for_multi_token_prediction_are_ignored(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(tmp_path: Path) -> None:
     spec = write_mtp(tmp_path, "glm4_moe").checkpoint.spec
     extra = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
     path = convert(tmp_path, tmp_path / "model.gguf", F32, extra)
@@ -125,8 +125,8 @@ def test_layers_for_multi_token_prediction_are_ignored(tmp_path: Path) -> None:
         multi_token_spec(load_spec(path), path)
 
 
-def test_a_file_without_a_choice_of_scores(tmp_path: Path) -> None:
-    """A bias of the choice exists with sigmoids only."""
+def test_a_missing_gating_function_follows_from_the_bias(tmp_path: Path) -> None:
+    """Only sigmoid gating has a correction bias."""
     for model_type, config in (("deepseek_v3", V3), ("deepseek_v2", LITE)):
         directory = tmp_path / model_type
         write(directory, model_type, config)
@@ -157,7 +157,9 @@ def test_a_file_without_a_choice_of_scores(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_contradictions_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_contradictory_metadata_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     write(tmp_path, "deepseek_v3", V3)
     extra = {f"deepseek2.{key}": value for key, value in change.items()}
     path = convert(tmp_path, tmp_path / "model.gguf", extra=extra)

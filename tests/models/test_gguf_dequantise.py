@@ -1,4 +1,4 @@
-"""Blocks of GGUF's formats to numbers, against what llama.cpp's Python package makes of them."""
+"""Dequantised GGUF blocks, compared with llama.cpp's Python package."""
 
 import hashlib
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from quire.models.gguf.dequantise import LAYOUTS, dequantise
 from quire.spec.gguf.container import KINDS, TensorKind
 
-# Of the values that gguf 0.19's quants.dequantize gives for `blocks_of`, as float32.
+# Digests of the float32 values that gguf 0.19's quants.dequantize gives for `blocks_of`.
 DIGESTS = {
     "F32": "26f149d98b862075",
     "F16": "7fe45039affb75ec",
@@ -41,7 +41,7 @@ DIGESTS = {
 
 
 def blocks_of(kind: TensorKind, rows: int = 40) -> npt.NDArray[Any]:
-    """Random bytes, with scales that are neither huge nor no numbers."""
+    """Return random bytes with finite, moderate scales."""
     numbers = np.random.default_rng(3)
     columns = 4 if kind.block_size > 1 else 32
     blocks = numbers.integers(0, 256, (rows * columns, kind.block_bytes), dtype=np.uint8)
@@ -57,7 +57,7 @@ def blocks_of(kind: TensorKind, rows: int = 40) -> npt.NDArray[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
-def test_values_are_those_of_llama_cpp(kind: TensorKind) -> None:
+def test_values_match_digests_from_llama_cpp(kind: TensorKind) -> None:
     rows = blocks_of(kind)
     values = dequantise(kind, rows)
     assert values.shape == (40, rows.shape[1] // kind.block_bytes * kind.block_size)
@@ -66,8 +66,8 @@ def test_values_are_those_of_llama_cpp(kind: TensorKind) -> None:
 
 
 @pytest.mark.parametrize("number", KINDS)
-def test_values_are_those_of_the_package(number: int) -> None:
-    """The same with any bytes, where the package is installed (`pip install gguf`)."""
+def test_values_match_the_gguf_package(number: int) -> None:
+    """Takes any bytes, and needs the package (`pip install gguf`)."""
     gguf = pytest.importorskip("gguf")
     kind = KINDS[number]
     rows = np.random.default_rng(4).integers(0, 256, (64, 16 * kind.block_bytes), dtype=np.uint8)
@@ -77,11 +77,11 @@ def test_values_are_those_of_the_package(number: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
-def test_layouts_have_the_size_that_files_have(kind: TensorKind) -> None:
+def test_layouts_have_the_block_size_of_their_kind(kind: TensorKind) -> None:
     assert LAYOUTS[kind.name].itemsize == kind.block_bytes
 
 
-def test_rows_in_parts_give_the_same() -> None:
+def test_dequantising_in_parts_gives_the_same_values() -> None:
     kind = KINDS[12]
     rows = blocks_of(kind)
     parts = [dequantise(kind, rows[start : start + 7]) for start in range(0, 40, 7)]

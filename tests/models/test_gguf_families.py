@@ -74,15 +74,15 @@ CONVERTIBLE = [
     "minicpm3_plain",
 ]
 ONE_FACTOR = {"rope_parameters": DEEPSEEK_YARN | {"mscale": 1.3}}
-# What such files cannot say, as llama.cpp takes it.
-TAKEN_FOR_GRANTED: dict[str, dict[str, Any]] = {
+# Fields that such files cannot express, with the values that llama.cpp assumes.
+ASSUMED_FIELDS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "qwen2_moe": {"norm_topk_prob": False},
     "deepseek_v2": ONE_FACTOR,
     "deepseek_v3": ONE_FACTOR,
 }
-# What no such file can say: other biases, caps, layers without rotation or experts, activations.
-# Without a reader of their files: a layer's chunks.
+# Variants that no such file can express: other biases, caps, layers without rotation or experts,
+# activations. quire reads no GGUF files with chunked attention.
 UNREAD = {f"llama4{kind}" for kind in ("", "_some", "_plain")}
 INEXPRESSIBLE = UNREAD | {
     "deepseek_v2_lite",
@@ -106,17 +106,17 @@ INEXPRESSIBLE = UNREAD | {
     "gpt_oss_plain",
     "qwen3_next_some",
 }
-ROUNDED = ("gemma2", "gemma3_text")  # their norms' weights are 1 more in the file, in float32
+ROUNDED = ("gemma2", "gemma3_text")  # files hold their norm weights plus 1, in float32
 SEQUENCES = random_tokens(23, 5, 61, 1)
 WHOLE = [[23], [5], [61], [1]]
-# Of the spec: what a GGUF file does not say, or says otherwise.
+# Fields of the spec that a GGUF file lacks or states differently.
 LOOSE = {"model_type", "dtype", "raw", "bos_token_id", "eos_token_ids"}
 
 
 def convertible(folder: Path, variant: str) -> Checkpoint:
     checkpoint = write_checkpoint(folder, variant)
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | TAKEN_FOR_GRANTED.get(variant, {})
+    config = json.loads(path.read_text()) | ASSUMED_FIELDS.get(variant, {})
     path.write_text(json.dumps(config))
     return replace(checkpoint, spec=load_spec(folder))
 
@@ -139,19 +139,19 @@ def has_divisors(spec: ModelSpec) -> bool:
     return "divisors" in rope or "long_factor" in rope
 
 
-def test_all_of_our_architectures_that_llama_cpp_knows_are_tried() -> None:
+def test_each_variant_is_convertible_or_listed_as_inexpressible() -> None:
     assert {name for name in VARIANTS if name not in CONVERTIBLE} == INEXPRESSIBLE
 
 
-def test_spec(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_converted_file_has_the_same_spec(checkpoint: Checkpoint, tmp_path: Path) -> None:
     spec = load_spec(convert(checkpoint.directory, tmp_path / "model.gguf"))
     for name in vars(spec).keys() - LOOSE:
         assert getattr(spec, name) == getattr(checkpoint.spec, name), name
     assert spec.dtype == "float32"
 
 
-def test_float32_gives_the_same_logits(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """In float64, in which it is computed with the very numbers of the file."""
+def test_float32_files_give_the_same_logits(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Computes in float64, which holds the numbers of the file exactly."""
     path = convert(checkpoint.directory, tmp_path / "model.gguf")
     spec = load_spec(path)
     wanted = load_model(checkpoint.directory, checkpoint.spec, torch.float64, CPU)
@@ -161,23 +161,23 @@ def test_float32_gives_the_same_logits(checkpoint: Checkpoint, tmp_path: Path) -
         logits(wanted, checkpoint.spec, torch.float64),
         strict=True,
     )
-    # The file has its norms' epsilon in float32.
+    # The file holds the epsilon of norms in float32.
     limit = 1e-5 if spec.raw.get("model_type") in ROUNDED or has_divisors(spec) else 1e-8
-    limit = 1e-4 if spec.linear_layers else limit  # what decays is made of is rounded, too
+    limit = 1e-4 if spec.linear_layers else limit  # the inputs of decays are rounded, too
     for got_TV, wanted_TV in pairs:
         torch.testing.assert_close(got_TV, wanted_TV, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "gpt_oss"])
-def test_experts_side_by_side_as_on_a_gpu(
+def test_stacked_experts_give_the_same_logits(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = convertible(tmp_path, variant)
     path = convert(tmp_path, tmp_path / "model.gguf")
     monkeypatch.setattr(experts, "experts_class", lambda device: experts.StackedExperts)
     one, other = (
-        logits(load_model(place, spec, torch.float64, CPU), spec, torch.float64)
-        for place, spec in ((tmp_path, checkpoint.spec), (path, load_spec(path)))
+        logits(load_model(source, spec, torch.float64, CPU), spec, torch.float64)
+        for source, spec in ((tmp_path, checkpoint.spec), (path, load_spec(path)))
     )
     for got_TV, wanted_TV in zip(other, one, strict=True):
         torch.testing.assert_close(got_TV, wanted_TV, rtol=1e-8, atol=1e-8)
@@ -198,7 +198,7 @@ def test_experts_side_by_side_as_on_a_gpu(
         ("qwen3_moe", {"expert_count": 7}, r"ffn_gate_exps.weight has the shape \[6, 24, 32\]"),
     ],
 )
-def test_what_a_family_does_not_obey_is_refused(
+def test_metadata_that_a_family_ignores_is_refused(
     tmp_path: Path, variant: str, change: dict[str, Any], message: str
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
@@ -210,13 +210,13 @@ def test_what_a_family_does_not_obey_is_refused(
         make_model(load_spec(path), torch.float32, torch.device("meta"))
 
 
-@pytest.mark.parametrize("held", ["long", "short"])
-def test_phi3_with_one_set_of_factors(held: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("present", ["long", "short"])
+def test_phi3_with_one_set_of_rope_factors_is_refused(present: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "phi3")
     metadata = model_metadata({"model_type": "phi3"} | checkpoint.spec.raw)
     tensors = {
         "token_embd.weight": stored(np.ones((97, 32)), F32),
-        f"rope_factors_{held}.weight": stored(np.ones(4), F32),
+        f"rope_factors_{present}.weight": stored(np.ones(4), F32),
     }
     path = write_gguf(tmp_path / "model.gguf", metadata, tensors)
     with pytest.raises(ModelError, match="has one of rope_factors_long.weight and rope_factors_sh"):

@@ -1,4 +1,4 @@
-"""A checkpoint written as a GGUF file is the same model.
+"""A checkpoint that is written as a GGUF file gives the same model.
 
 Covers `spec/gguf/config.py` and `models/gguf/stored.py`.
 """
@@ -69,10 +69,10 @@ def logits(model: torch.nn.Module, spec: ModelSpec, dtype: torch.dtype) -> list[
     ("kind", "limit"), [(F16, 0.01), (BF16, 0.05), (Q8_0, 0.05), (Q4_0, 0.6)], ids=str
 )
 @pytest.mark.parametrize("variant", ["llama", "gpt2"])
-def test_smaller_kinds_give_close_logits(
+def test_smaller_formats_give_close_logits(
     tmp_path: Path, variant: str, kind: int, limit: float
 ) -> None:
-    """limit: on the mean error, as a share of the logits' standard deviation."""
+    """limit: the maximum mean error, as a share of the logits' standard deviation."""
     checkpoint = write_checkpoint(tmp_path / variant, variant)
     path = convert(checkpoint.directory, tmp_path / "model.gguf", kind)
     spec = load_spec(path)
@@ -86,8 +86,8 @@ def test_smaller_kinds_give_close_logits(
     assert 0 < np.mean(errors) < limit * np.mean(sizes)
 
 
-def test_parameters_are_the_dequantised_values(llama: Checkpoint, tmp_path: Path) -> None:
-    """Rows of queries and keys come in our order, in bfloat16 as in float32."""
+def test_parameters_equal_the_checkpoints(llama: Checkpoint, tmp_path: Path) -> None:
+    """Rows of queries and keys are in quire's order."""
     path = convert(llama.directory, tmp_path / "model.gguf", BF16)
     spec = load_spec(path)
     wanted = load_model(llama.directory, llama.spec, torch.bfloat16, CPU)
@@ -98,7 +98,7 @@ def test_parameters_are_the_dequantised_values(llama: Checkpoint, tmp_path: Path
     assert torch.equal(got.embedding.weight, wanted.embedding.weight)
 
 
-def test_large_matrices_are_filled_in_parts(
+def test_filling_matrices_in_parts_gives_the_same_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Checkpoint
 ) -> None:
     path = convert(llama.directory, tmp_path / "model.gguf", Q8_0)
@@ -110,8 +110,8 @@ def test_large_matrices_are_filled_in_parts(
         assert torch.equal(a, b)
 
 
-def test_blocks_come_in_our_order_of_rows(llama: Checkpoint, tmp_path: Path) -> None:
-    """What a kernel would get that takes Q8_0 as it is."""
+def test_quantised_blocks_are_in_quires_order_of_rows(llama: Checkpoint, tmp_path: Path) -> None:
+    """A kernel for Q8_0 would get these bytes."""
     file = GGUFFile(convert(llama.directory, tmp_path / "model.gguf", Q8_0))
     spec = load_spec(file.path)
     wanted = llama.model.get_parameter("model.layers.1.self_attn.k_proj.weight").detach().numpy()
@@ -122,14 +122,14 @@ def test_blocks_come_in_our_order_of_rows(llama: Checkpoint, tmp_path: Path) -> 
     assert k.blocks(3, 11).tobytes() == stored(wanted, Q8_0).data[3 * 34 : 11 * 34]
 
 
-def test_progress_ends_with_all(llama: Checkpoint, tmp_path: Path) -> None:
+def test_progress_rises_to_the_total(llama: Checkpoint, tmp_path: Path) -> None:
     path = convert(llama.directory, tmp_path / "model.gguf", Q8_0)
     seen: list[tuple[int, int]] = []
     load_model(path, load_spec(path), torch.float32, CPU, progress=lambda *at: seen.append(at))
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
 
 
-def test_source(llama: Checkpoint, tmp_path: Path) -> None:
+def test_the_path_of_a_gguf_file_is_resolved(llama: Checkpoint, tmp_path: Path) -> None:
     path = convert(llama.directory, tmp_path / "tiny-Q8_0.gguf", Q8_0)
     source = resolve_model(str(path))
     assert (source.directory, source.load_format, source.name) == (path, "auto", "tiny-Q8_0")
@@ -168,7 +168,7 @@ def _plain(file: GGUFFile, key: str) -> Any:
 
 
 def test_split_files_are_one_model(llama: Checkpoint, tmp_path: Path) -> None:
-    """Tensors come from all parts, whichever part is given; each is in the model's identity."""
+    """The path of any part loads all parts. Each part belongs to the model's identity."""
     path = convert(llama.directory, tmp_path / "whole.gguf", Q8_0)
     parts = split(path, tmp_path)
     source = resolve_model(str(parts[1]))
@@ -191,7 +191,7 @@ def test_split_files_are_one_model(llama: Checkpoint, tmp_path: Path) -> None:
         ({0: {"split.count": 3}}, "one of 3 parts of a model; join them"),
     ],
 )
-def test_parts_that_do_not_match(
+def test_parts_that_do_not_match_are_refused(
     llama: Checkpoint, tmp_path: Path, changes: dict[int, dict[str, int]], message: str
 ) -> None:
     path = convert(llama.directory, tmp_path / "whole.gguf", Q8_0)
@@ -200,7 +200,7 @@ def test_parts_that_do_not_match(
         GGUFFile(parts[0])
 
 
-def test_a_missing_part(llama: Checkpoint, tmp_path: Path) -> None:
+def test_a_missing_part_is_refused(llama: Checkpoint, tmp_path: Path) -> None:
     parts = split(convert(llama.directory, tmp_path / "whole.gguf", Q8_0), tmp_path)
     parts[1].unlink()
     with pytest.raises(ModelError, match="tiny-00002-of-00002.gguf is missing. Put all parts"):
@@ -247,7 +247,7 @@ OF_QWEN2["general.architecture"] = "qwen2"
         ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id must be a whole number"),
     ],
 )
-def test_metadata_that_is_not_supported(
+def test_unsupported_metadata_is_refused(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     tensors = {name: stored(values, F32) for name, values in complete().items()}
@@ -255,12 +255,12 @@ def test_metadata_that_is_not_supported(
         load_spec(write_gguf(tmp_path / "model.gguf", META | change, tensors))
 
 
-def test_no_language_model(tmp_path: Path) -> None:
+def test_a_file_without_an_embedding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no tensor token_embd\.weight"):
         load_spec(write_gguf(tmp_path / "model.gguf", META))
 
 
-def test_divisors_of_another_size(tmp_path: Path) -> None:
+def test_invalid_rotary_divisors_are_refused(tmp_path: Path) -> None:
     tensors = EMBEDDING | {"rope_freqs.weight": stored(np.ones(5), F32)}
     with pytest.raises(ModelError, match=r"rope_freqs\.weight has the shape \[5\]"):
         load_spec(write_gguf(tmp_path / "model.gguf", META, tensors))
@@ -283,7 +283,9 @@ def load(path: Path) -> torch.nn.Module:
         ({"blk.0.ffn_gate.weight": np.ones((8, 8, 1))}, r"has the shape \[8, 8, 1\]"),
     ],
 )
-def test_tensors_that_do_not_fit(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_unknown_and_misshapen_tensors_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     tensors = {name: stored(values, F32) for name, values in complete().items()}
     load(write_gguf(tmp_path / "good.gguf", META, tensors))
     tensors |= {name: stored(values, F32) for name, values in change.items()}
@@ -291,22 +293,22 @@ def test_tensors_that_do_not_fit(tmp_path: Path, change: dict[str, Any], message
         load(write_gguf(tmp_path / "bad.gguf", META, tensors))
 
 
-def test_tensors_that_are_missing(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     tensors = {name: stored(values, F32) for name, values in complete().items()}
     del tensors["blk.0.attn_norm.weight"]
     with pytest.raises(ModelError, match=r"lack model\.layers\.0\.input_layernorm\.weight"):
         load(write_gguf(tmp_path / "model.gguf", META, tensors))
 
 
-def test_a_quantised_vector(tmp_path: Path) -> None:
+def test_a_quantised_norm_vector_is_refused(tmp_path: Path) -> None:
     tensors = {name: stored(values, F32) for name, values in complete().items()}
     tensors["output_norm.weight"] = Tensor(Q8_0, (32,), bytes(34))
     with pytest.raises(ModelError, match=r"output_norm.weight of type Q8_0 has the shape \[32\]"):
         load(write_gguf(tmp_path / "model.gguf", META, tensors))
 
 
-def test_damaged_anywhere(tmp_path: Path) -> None:
-    """Whatever bytes of the metadata change, the model is loaded or refused."""
+def test_damaged_metadata_is_loaded_or_refused(tmp_path: Path) -> None:
+    """Random bytes of the metadata change. No other error is raised."""
     folder = write_checkpoint(tmp_path / "gpt2", "gpt2").directory
     path = convert(folder, tmp_path / "model.gguf", Q8_0)
     whole = path.read_bytes()
@@ -333,7 +335,7 @@ def complete() -> dict[str, Any]:
     )
 
 
-# ---- what quantised weights are packed as ------------------------------------------------------
+# ---- packed formats of quantised weights -------------------------------------------------------
 
 
 def packed_formats(model: torch.nn.Module) -> dict[str, str]:
@@ -360,11 +362,11 @@ def rows(weight: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         *("qwen3_tied", "phi3", "gpt_oss"),
     ),
 )
-def test_blocks_are_multiplied_as_they_are(
+def test_quantised_blocks_stay_packed(
     variant: str, kind: int, format: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Their numbers are kept, those of a tied table, too. Layers whose rows are not whole blocks
-    are in the dtype."""
+    """They keep their numbers, also in a tied table. Layers whose rows are not whole blocks are in
+    the dtype."""
     folder = write_checkpoint(tmp_path / variant, variant).directory
     path = convert(folder, tmp_path / "model.gguf", kind)
     spec = load_spec(path)
@@ -383,7 +385,7 @@ def test_blocks_are_multiplied_as_they_are(
 
 
 def random_blocks(kind: TensorKind, num_rows: int, num_inputs: int) -> torch.Tensor:
-    """Any bits; factors that are neither huge nor no numbers, of either sign."""
+    """Return random bits with finite, moderate factors of either sign."""
     numbers = np.random.default_rng(3)
     shape = (num_rows * num_inputs // kind.block_size, kind.block_bytes)
     blocks = numbers.integers(0, 256, shape, np.uint8)
@@ -398,9 +400,11 @@ def random_blocks(kind: TensorKind, num_rows: int, num_inputs: int) -> torch.Ten
 @needs_core
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_number_is_kept(name: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """-128 and -8 too, negative scales, and each place of a block, in rows that fill no panel.
-    Products are those of the numbers with activations rounded to int8, in any batch."""
+def test_packing_keeps_every_number(
+    name: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Includes -128, -8, negative scales and each position of a block, in rows that fill no panel.
+    Products round activations to int8, and are equal in any batch."""
     monkeypatch.setenv("QUIRE_CPU_VARIANT", variant)
     (kind,) = (kind for kind in KINDS.values() if kind.name == name)
     raw, format = random_blocks(kind, 70, 1280), FORMATS[name]
@@ -419,7 +423,7 @@ def test_every_number_is_kept(name: str, variant: str, monkeypatch: pytest.Monke
 
 
 def with_tensors(path: Path, to: Path, changed: dict[str, Tensor]) -> Path:
-    """A GGUF file with other tensors of these names."""
+    """Write a copy of a GGUF file with other tensors of these names."""
     file, raw = GGUFFile(path), path.read_bytes()
     numbers = {kind: number for number, kind in KINDS.items()}
     tensors = {
@@ -436,10 +440,10 @@ def with_tensors(path: Path, to: Path, changed: dict[str, Tensor]) -> Path:
 @pytest.mark.parametrize(
     ("other", "format"), [(F32, "float32"), (Q4_0, "int8_f16, int4_f16, int8_f16")]
 )
-def test_mixed_parts_stay_what_they_are(
+def test_parts_of_a_merged_layer_keep_their_formats(
     other: int, format: str, llama: Checkpoint, tmp_path: Path
 ) -> None:
-    """Each part of a merged layer is multiplied in its format; with a plain one all are plain."""
+    """Each part is multiplied in its own format. If one part is plain, the whole layer is."""
     path = convert(llama.directory, tmp_path / "model.gguf", Q8_0)
     spec, file = load_spec(path), GGUFFile(path)
     k = file.tensors["blk.1.attn_k.weight"]
@@ -473,7 +477,7 @@ def test_mixed_parts_stay_what_they_are(
 
 
 def k_blocks(kind: int, shape: tuple[int, int], numbers: np.random.Generator) -> Tensor:
-    """Any bits are valid but the scales'."""
+    """Return random blocks. Any bits are valid, except in the scales."""
     block_bytes = KINDS[kind].block_bytes
     raw = numbers.integers(0, 256, (shape[0], shape[1] // 256, block_bytes), np.uint8)
     for place in {12: (0, 2), 14: (208,), 17: (0,), 23: (0,), 34: (52,)}[kind]:
@@ -484,9 +488,8 @@ def k_blocks(kind: int, shape: tuple[int, int], numbers: np.random.Generator) ->
 
 @needs_core
 @pytest.mark.parametrize("kind", [12, 14, 17, 23, 34], ids=lambda kind: KINDS[kind].name)
-def test_k_formats_are_kept(kind: int, tmp_path: Path) -> None:
-    """In the table of a tied head, too, which is looked up as what the head multiplies; and when
-    they come from the cache."""
+def test_formats_with_blocks_of_256_stay_packed(kind: int, tmp_path: Path) -> None:
+    """Also in the embedding table of a tied head, and with weights from the cache."""
     numbers, size, inner = np.random.default_rng(5), 256, 512
     config = json.loads(
         (write_checkpoint(tmp_path / "a", "llama_tied").directory / "config.json").read_text()
@@ -523,7 +526,9 @@ def test_k_formats_are_kept(kind: int, tmp_path: Path) -> None:
 
 
 @needs_core
-def test_other_formats_can_be_asked_for(llama: Checkpoint, tmp_path: Path) -> None:
+def test_the_quantization_setting_overrides_the_files_formats(
+    llama: Checkpoint, tmp_path: Path
+) -> None:
     path = convert(llama.directory, tmp_path / "model.gguf", Q8_0)
     spec = load_spec(path)
     int4 = weight_formats(ModelConfig(quantization="int4"))

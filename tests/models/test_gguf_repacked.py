@@ -1,4 +1,4 @@
-"""Test the IQ and TQ formats of GGUF once the core has packed them: their numbers are unchanged."""
+"""The IQ and TQ formats of GGUF keep their numbers when the core packs them."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def random_blocks(kind: TensorKind, num_rows: int, num_inputs: int) -> np.ndarra
     return blocks.reshape(num_rows, -1)
 
 
-def test_each_format_of_the_tables_is_known() -> None:
+def test_each_coded_format_has_a_decoder_and_a_layout() -> None:
     assert {kind.name for kind in CODED} == set(DECODERS) == set(LAYOUTS)
     sizes = {name: grid.vectors.shape for name, grid in GRIDS.items()}
     assert sizes == {
@@ -50,7 +50,7 @@ def test_each_format_of_the_tables_is_known() -> None:
 
 
 @EACH
-def test_blocks_have_the_size_that_their_kind_states(kind: TensorKind) -> None:
+def test_repacked_blocks_have_the_size_of_their_kind(kind: TensorKind) -> None:
     made = repacked(kind, random_blocks(kind, 6, 512))
     packed = packed_kind(kind)
     assert made.shape == (6, 512 // packed.block_size * packed.block_bytes)
@@ -60,7 +60,7 @@ def test_blocks_have_the_size_that_their_kind_states(kind: TensorKind) -> None:
 @needs_core
 @pytest.mark.parametrize("variant", variants())
 @EACH
-def test_every_number_is_kept(
+def test_packing_keeps_every_number(
     kind: TensorKind, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products equal those of the dequantised numbers with activations rounded to int8."""
@@ -78,7 +78,7 @@ def test_every_number_is_kept(
 
 @needs_core
 def test_rows_of_several_formats_are_packed_together() -> None:
-    """Rows with smaller blocks do not fill all bytes of theirs."""
+    """Rows with smaller blocks leave the end of their bytes unused."""
     kinds = [kind for kind in CODED if kind.name in ("IQ4_XS", "IQ2_S", "TQ1_0")]
     raw = [random_blocks(kind, 8, 512) for kind in kinds]
     made = [repacked(kind, each) for kind, each in zip(kinds, raw, strict=True)]

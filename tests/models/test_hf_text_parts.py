@@ -1,4 +1,4 @@
-"""Text parts of models that also see, by transformers' classes: the logits of the whole model.
+"""Text parts of models that read images, by transformers' classes: the whole model's logits.
 
 Covers `models/hf/configs.py`, `models/hf/spec.py`.
 """
@@ -34,19 +34,19 @@ EXPERTS = {
     "num_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
     "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
-TURNED = SMALL | {"rope_parameters": ROPE}
-PARTLY = SMALL | {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}
+MROPE = SMALL | {"rope_parameters": ROPE}
+PARTIAL = SMALL | {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}
 IMAGES = {"image_token_id": 90, "image_seq_length": 4}
-# type of the whole -> its text part's config, and its vision part's
+# type of the whole model -> configs of its text part and its vision part
 PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": (TURNED, VISION),
-    "qwen2_5_vl": (TURNED, VISION),
-    "qwen3_vl": (TURNED, VISION),
-    "qwen3_vl_moe": (TURNED | EXPERTS, VISION),
-    "glm4v": (PARTLY, VISION),
-    "glm4v_moe": (PARTLY | EXPERTS, VISION),
-    "glm46v": (PARTLY | {"model_type": "glm4v_text"}, VISION | {"model_type": "glm4v_vision"}),
-    "glm_ocr": (PARTLY, VISION),
+    "qwen2_vl": (MROPE, VISION),
+    "qwen2_5_vl": (MROPE, VISION),
+    "qwen3_vl": (MROPE, VISION),
+    "qwen3_vl_moe": (MROPE | EXPERTS, VISION),
+    "glm4v": (PARTIAL, VISION),
+    "glm4v_moe": (PARTIAL | EXPERTS, VISION),
+    "glm46v": (PARTIAL | {"model_type": "glm4v_text"}, VISION | {"model_type": "glm4v_vision"}),
+    "glm_ocr": (PARTIAL, VISION),
 }
 TEXT_TYPES = {"internvl": "qwen2", "mistral3": "mistral"}
 
@@ -71,14 +71,14 @@ def write(folder: Path, model_type: str, ties: bool) -> None:
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    """Change fields of config.json; None takes one away."""
+    """Change fields of config.json; None removes one."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
 
 
 def check(folder: Path, tolerance: float = 1e-10) -> None:
-    """The text part's logits are those of the whole model, in float64."""
+    """Check that the text part's logits equal those of the whole model, in float64."""
     spec = model_spec(folder, TRANSFORMERS)
     model = load_model(folder, spec, torch.float64, CPU)
     run: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
@@ -92,13 +92,13 @@ def check(folder: Path, tolerance: float = 1e-10) -> None:
     for tokens, logits_TV in zip(SEQUENCES, got, strict=True):
         with torch.inference_mode():
             wanted_TV = whole.eval()(torch.tensor([tokens])).logits[0]
-        assert wanted_TV.std() > 0.2, "too tame to tell anything"
+        assert wanted_TV.std() > 0.2, "logits vary too little to compare"
         torch.testing.assert_close(logits_TV, wanted_TV, rtol=tolerance, atol=tolerance)
 
 
-# Slow: what the next test tries with an untied head, and parts that differ in names alone.
+# Slow: what the next test covers with an untied head, and parts that differ only in names.
 @pytest.mark.parametrize("model_type", slow_but(PARTS, "glm4v_moe", "qwen2_5_vl"))
-def test_without_images_it_is_the_whole_model(model_type: str, tmp_path: Path) -> None:
+def test_the_text_part_matches_the_whole_model(model_type: str, tmp_path: Path) -> None:
     write(tmp_path, model_type, ties=False)
     # glm4v_moe's routers compute in float32, with sums that depend on the size of a step.
     check(tmp_path, 1e-6 if model_type == "glm4v_moe" else 1e-10)
@@ -117,7 +117,7 @@ def test_without_images_it_is_the_whole_model(model_type: str, tmp_path: Path) -
         pytest.param("qwen3_vl_moe", False, marks=pytest.mark.slow),
     ],
 )
-def test_the_whole_config_says_whether_the_head_is_tied(
+def test_the_whole_models_config_decides_whether_the_head_is_tied(
     model_type: str, ties: bool, tmp_path: Path
 ) -> None:
     write(tmp_path, model_type, ties)
@@ -126,8 +126,8 @@ def test_the_whole_config_says_whether_the_head_is_tied(
 
 
 @pytest.mark.parametrize("ties", [True, False])
-def test_a_stored_head_counts_where_no_config_says_it(ties: bool, tmp_path: Path) -> None:
-    """Mistral3's class ties by default, and old checkpoints say nothing."""
+def test_the_stored_head_decides_tying_if_no_config_does(ties: bool, tmp_path: Path) -> None:
+    """Mistral3's class ties by default, and old checkpoints lack the field."""
     write(tmp_path, "mistral3", ties)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     text.pop("tie_word_embeddings", None)
@@ -136,7 +136,7 @@ def test_a_stored_head_counts_where_no_config_says_it(ties: bool, tmp_path: Path
     check(tmp_path)
 
 
-def test_experts_may_be_stored_the_other_way_round(tmp_path: Path) -> None:
+def test_transposed_experts_are_read(tmp_path: Path) -> None:
     write(tmp_path, "qwen3_vl_moe", ties=False)
     path = tmp_path / "model.safetensors"
     tensors = {
@@ -147,8 +147,8 @@ def test_experts_may_be_stored_the_other_way_round(tmp_path: Path) -> None:
     check(tmp_path)
 
 
-def test_the_text_parts_fields_may_stand_in_the_whole_config(tmp_path: Path) -> None:
-    """As in the checkpoints of Qwen2-VL itself."""
+def test_text_fields_in_the_whole_models_config_are_read(tmp_path: Path) -> None:
+    """As in the checkpoints of Qwen2-VL."""
     write(tmp_path, "qwen2_vl", ties=True)
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     rope = {"type": "mrope", "mrope_section": [2, 1, 1]}
@@ -165,7 +165,7 @@ def test_text_parts_without_a_class_are_refused_by_name(tmp_path: Path) -> None:
         model_spec(tmp_path, TRANSFORMERS)
 
 
-def test_random_weights_need_no_files(tmp_path: Path) -> None:
+def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
     write(tmp_path, "mistral3", ties=False)
     edit(tmp_path, tie_word_embeddings=None)
     (tmp_path / "model.safetensors").unlink()
@@ -177,8 +177,10 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "model_type", slow_but(["qwen2_vl", "qwen3_vl", "glm4v"], "qwen3_vl", "glm4v")
 )
-def test_without_experts_it_runs_as_quires_operations(model_type: str, tmp_path: Path) -> None:
-    """Also where the rotary embedding writes over angles, as Qwen3-VL's does."""
+def test_text_parts_without_experts_run_as_quires_operations(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Also where the rotary embedding overwrites angles, as in Qwen3-VL."""
     write(tmp_path, model_type, ties=False)
     spec = model_spec(tmp_path, TRANSFORMERS)
     model, exact = (load_model(tmp_path, spec, t, CPU) for t in (torch.float32, torch.float64))

@@ -21,7 +21,7 @@ def llama(tmp_path: Path) -> Checkpoint:
 
 
 def add(checkpoint: Checkpoint, *tensors: tuple[str, object], prefix: str = "model.") -> None:
-    """Tensors of layers, by what follows `layers.`, beside the weights."""
+    """Add tensors of layers to the weights. Names begin after `layers.`."""
     file = checkpoint.directory / "model.safetensors"
     more = {f"{prefix}layers.{name}": torch.as_tensor(value) for name, value in tensors}
     save_file(load_file(file) | more, file, metadata={"format": "pt"})
@@ -38,7 +38,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_names_that_are_read(
+def test_scales_are_read_under_all_known_names(
     form: str, prefix: str, llama: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     k, v = (f"self_attn.{name}" for name in FORMS[form])
@@ -54,12 +54,12 @@ def test_names_that_are_read(
     load_model(llama.directory, llama.spec, torch.float32, CPU)
 
 
-def test_one_scale_of_both(llama: Checkpoint) -> None:
+def test_a_joint_scale_applies_to_keys_and_values(llama: Checkpoint) -> None:
     add(llama, *((f"{layer}.self_attn.kv_scale", 0.5) for layer in range(3)))
     assert kv_scales(llama.directory, llama.spec) == dict.fromkeys(range(3), (0.5, 0.5))
 
 
-def test_what_is_absent_is_one_and_said_once(
+def test_missing_scales_are_1_with_one_warning(
     llama: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "quire"):
@@ -74,8 +74,7 @@ def test_what_is_absent_is_one_and_said_once(
     assert "for 2 of 3 layers" in caplog.text
 
 
-def test_shards(tmp_path: Path) -> None:
-    """Each file of an index is looked at."""
+def test_scales_in_all_shards_are_read(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "llama", max_shard_size="20KB")
     assert (tmp_path / INDEX).exists()
     for layer, file in enumerate(sorted(tmp_path.glob("*.safetensors"))[:3]):
@@ -98,7 +97,7 @@ def test_shards(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_scales_that_cannot_be_meant(
+def test_invalid_scales_are_refused(
     tensors: list[tuple[str, object]], words: str, llama: Checkpoint
 ) -> None:
     add(llama, *tensors)
@@ -106,8 +105,8 @@ def test_scales_that_cannot_be_meant(
         kv_scales(llama.directory, llama.spec)
 
 
-def test_models_load_beside_scales_that_nobody_reads(llama: Checkpoint) -> None:
-    """And what only looks like one is still unknown, a weight's scale above all."""
+def test_models_load_with_scales_that_are_not_used(llama: Checkpoint) -> None:
+    """Tensors that only look like KV scales, such as scales of weights, are still unknown."""
     add(llama, *((f"0{end}", 0.5) for end in NAME_ENDS))
     load_model(llama.directory, llama.spec, torch.float32, CPU)
     add(llama, ("0.self_attn.k_proj.weight_scale", 0.5), ("0.mlp.k_scale", 0.5))

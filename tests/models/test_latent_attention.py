@@ -1,4 +1,4 @@
-"""Latent attention: both of its forms, its weights, and the tensors of checkpoints that it reads.
+"""Latent attention: its absorbed and expanded forms, its weights, and the tensors that it reads.
 
 Covers `models/parts/latent_attention.py`, `models/parts/head_linear.py`, `ops/latent.py`,
 `spec/deepseek/latent_attention.py` and `models/deepseek/deepseek.py`.
@@ -63,18 +63,18 @@ class ExpandingTorch(TorchBackend):
 @pytest.mark.parametrize(
     ("variant", "kind"), in_turn(tuple(WITH_LATENTS), [ExpandingReference, ExpandingTorch])
 )
-def test_both_forms_agree(
+def test_absorbed_and_expanded_forms_agree(
     variant: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path, variant)
     wanted = logits(tmp_path)
     monkeypatch.setitem(BACKENDS, "reference", kind)
     for got_TV, wanted_TV in zip(logits(tmp_path), wanted, strict=True):
-        assert not torch.equal(got_TV, wanted_TV), "the sums have another order"
+        assert not torch.equal(got_TV, wanted_TV), "both forms sum in the same order"
         torch.testing.assert_close(got_TV, wanted_TV, rtol=1e-10, atol=1e-10)
 
 
-def test_the_expanded_form_pays_from_some_tokens_on() -> None:
+def test_min_expanded_tokens_is_the_break_even_point() -> None:
     """Numbers of DeepSeek V3: 512 * 256 products per cached token, and 768 less per query."""
     sizes = LatentAttention(1536, 512, 128, 64, 128, is_interleaved=True, scale=1.0)
     assert (sizes.latent_dim, sizes.query_dim) == (576, 192)
@@ -83,8 +83,8 @@ def test_the_expanded_form_pays_from_some_tokens_on() -> None:
     assert min_expanded_tokens(narrow) == NEVER
 
 
-def test_on_a_cpu_prompts_are_absorbed(tmp_path: Path) -> None:
-    """The form must not depend on how a prompt is divided."""
+def test_cpu_logits_match_transformers_in_any_chunks(tmp_path: Path) -> None:
+    """On a CPU the form must not depend on how a prompt is divided into chunks."""
     write_checkpoint(tmp_path, "deepseek_v3")
     spec = load_spec(tmp_path)
     model = load_model(tmp_path, spec, torch.float64, CPU)
@@ -98,7 +98,7 @@ def test_on_a_cpu_prompts_are_absorbed(tmp_path: Path) -> None:
 
 @needs_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_heads_are_packed_planned_and_cached(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_head_weights_are_packed_planned_and_cached(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_checkpoint(folder, "deepseek_v3")
     spec, cache = load_spec(folder), WeightCache(tmp_path / "cache", min_bytes=0)
@@ -115,7 +115,7 @@ def test_weights_of_heads_are_packed_planned_and_cached(dtype: torch.dtype, tmp_
     assert model_bytes(found[0]) == model_bytes(found[1]) == planned
 
 
-def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+def test_kimi_k2_loads_as_deepseek_v3(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v3")
     wanted = logits(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -126,7 +126,7 @@ def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe"])
-def test_layers_for_multi_token_prediction_are_left_out(variant: str, tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(variant: str, tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
     wanted = logits(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -138,7 +138,7 @@ def test_layers_for_multi_token_prediction_are_left_out(variant: str, tmp_path: 
         assert torch.equal(got_TV, wanted_TV)
 
 
-def test_ranks_have_whole_latents_and_a_part_of_the_heads(tmp_path: Path) -> None:
+def test_ranks_have_all_latents_and_a_part_of_the_heads(tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, "deepseek_v3").spec
     own = spec.of_ranks(2)
     assert own.cache_groups == spec.cache_groups and own.num_heads == 2
@@ -152,8 +152,8 @@ def test_ranks_have_whole_latents_and_a_part_of_the_heads(tmp_path: Path) -> Non
         assert torch.equal(part.weight, all_of.weight[2:])
 
 
-def test_a_mixture_of_four_groups_is_that_of_transformers_with_a_bias(tmp_path: Path) -> None:
-    """A bias so large that it decides, which transformers draws as zeros."""
+def test_grouped_experts_with_a_bias_match_transformers(tmp_path: Path) -> None:
+    """transformers initialises the bias to zeros. The test stores one that changes the routing."""
     checkpoint = write_own(tmp_path, "deepseek_v3", LATENT | ROUTED | {"num_hidden_layers": 2})
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

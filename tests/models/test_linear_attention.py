@@ -1,4 +1,4 @@
-"""Layers with linear attention: what is loaded, and what a config says of them.
+"""Layers with linear attention: their configs, and their weights.
 
 Covers `spec/linear_attention.py`, `spec/gguf/families.py` and `models/gguf/value_heads.py`.
 """
@@ -40,12 +40,12 @@ def rule_of(model: torch.nn.Module) -> DeltaRule:
 
 
 def output_of(model: torch.nn.Module) -> Any:
-    """The first one's."""
+    """Return the output weight of the first layer with linear attention."""
     layers = (module for module in model.modules() if isinstance(module, LinearAttentionLayer))
     return next(layers).output.weight
 
 
-def test_groups_are_those_of_the_layers_kinds() -> None:
+def test_cache_groups_follow_the_kinds_of_layers() -> None:
     # 2 * 2 * 8 + 4 * 6 channels, 3 inputs of each; 4 heads with 8 x 6 numbers
     assert spec_of().cache_groups == (
         CacheGroup(FULL, (3,), num_kv_heads=2, head_dim=16),
@@ -77,12 +77,12 @@ def test_groups_are_those_of_the_layers_kinds() -> None:
         ({"sliding_window": 6}, "sliding_window is 6; qwen3_5_text has no windows"),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_configs_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         spec_of(**change)
 
 
-def test_experts_in_all_layers_have_no_switches() -> None:
+def test_qwen3_5_moe_always_has_normalised_experts_in_all_layers() -> None:
     raw = {"model_type": "qwen3_5_moe_text"} | HYBRID_EXPERTS
     spec = parse_spec(raw | {"norm_topk_prob": False, "mlp_only_layers": [0]})
     assert spec.experts is not None
@@ -91,7 +91,7 @@ def test_experts_in_all_layers_have_no_switches() -> None:
         parse_spec(raw | {"num_experts": 0}).check()
 
 
-def test_decays_keep_32_bits_in_a_model_of_16(tmp_path: Path) -> None:
+def test_decays_stay_float32_in_a_bfloat16_model(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "qwen3_5")
     rule = rule_of(load_model(tmp_path, checkpoint.spec, torch.bfloat16, CPU))
     stored = load_file(tmp_path / WEIGHTS)
@@ -102,7 +102,7 @@ def test_decays_keep_32_bits_in_a_model_of_16(tmp_path: Path) -> None:
     assert torch.equal(rule.convolution.data, convolution[:, 0])
 
 
-def test_a_model_without_a_checkpoint_forgets(tmp_path: Path) -> None:
+def test_dummy_weights_have_bounded_decays(tmp_path: Path) -> None:
     """Random decays could grow without bound."""
     spec = write_checkpoint(tmp_path, "qwen3_next").spec
     model = load_model(tmp_path, spec, torch.float32, CPU, LoadOptions(load_format="dummy"))
@@ -112,28 +112,26 @@ def test_a_model_without_a_checkpoint_forgets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
-def test_tensors_of_a_part_that_guesses_more_tokens_are_ignored(
-    variant: str, tmp_path: Path
-) -> None:
+def test_multi_token_prediction_tensors_are_ignored(variant: str, tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
     tensors = load_file(tmp_path / WEIGHTS)
-    guessing = {"mtp.fc.weight": torch.ones(2, 2), "mtp.layers.0.mlp.gate.weight": torch.ones(1)}
-    save_file(tensors | guessing, tmp_path / WEIGHTS, {"format": "pt"})
+    mtp = {"mtp.fc.weight": torch.ones(2, 2), "mtp.layers.0.mlp.gate.weight": torch.ones(1)}
+    save_file(tensors | mtp, tmp_path / WEIGHTS, {"format": "pt"})
     load_model(tmp_path, load_spec(tmp_path), torch.float32, CPU)
     save_file(tensors | {"ntp.fc.weight": torch.ones(2)}, tmp_path / WEIGHTS, {"format": "pt"})
     with pytest.raises(ModelError, match="hold unknown tensors .ntp.fc.weight"):
         load_model(tmp_path, spec, torch.float32, CPU)
 
 
-def test_orders_of_rows() -> None:
-    # of each of two key heads: a query, a key, two values
+def test_row_orders_group_queries_keys_values_and_gates() -> None:
+    # for each of two key heads: a query, a key, two values
     assert rows_of_key_heads((2, 2, 4), 2).tolist() == [0, 4, 1, 5, 2, 3, 6, 7]
-    # of each of two heads of two dimensions: a query, a gate
+    # for each of two heads of two dimensions: a query, a gate
     assert gates_first(2, 2, torch.tensor([1, 0])).tolist() == [2, 3, 6, 7, 1, 0, 5, 4]
 
 
-def test_columns_of_a_gguf_file_are_moved_as_blocks(tmp_path: Path) -> None:
-    """What the core multiplies as it is stored is what is dequantised in float64."""
+def test_gguf_columns_are_reordered_as_whole_blocks(tmp_path: Path) -> None:
+    """The packed weights that the core multiplies equal those dequantised in float64."""
     sizes = {"hidden_size": 64, "linear_value_head_dim": 32, "linear_num_value_heads": 6}
     config = HYBRID | sizes
     write_own(tmp_path, "qwen3_5_text", config)
@@ -146,12 +144,12 @@ def test_columns_of_a_gguf_file_are_moved_as_blocks(tmp_path: Path) -> None:
     assert (rounded[0] - wanted).norm() < 0.1 * wanted.norm()
     if core() is None:
         return
-    kept, plain = (
+    packed, plain = (
         load_model(path, spec, torch.float32, CPU, LoadOptions(formats=formats))
         for formats in (AS_THEY_ARE, IN_THE_DTYPE)
     )
-    assert isinstance(output_of(kept), PackedWeight)
-    take_dequantised(plain, kept)
+    assert isinstance(output_of(packed), PackedWeight)
+    take_dequantised(plain, packed)
     torch.testing.assert_close(output_of(plain).double(), output_of(exact))
 
 
@@ -164,7 +162,7 @@ def test_columns_of_a_gguf_file_are_moved_as_blocks(tmp_path: Path) -> None:
         ({"nextn_predict_layers": 4}, "nextn_predict_layers is 4 of 4 layers"),
     ],
 )
-def test_gguf_files_that_contradict_themselves(
+def test_contradictory_gguf_metadata_is_refused(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path, "qwen3_5")
@@ -174,8 +172,8 @@ def test_gguf_files_that_contradict_themselves(
         load_spec(path)
 
 
-def test_layers_of_a_gguf_file_that_guess_more_tokens_are_left_out(tmp_path: Path) -> None:
-    """As if the last layer were one."""
+def test_multi_token_prediction_layers_of_gguf_files_are_ignored(tmp_path: Path) -> None:
+    """The metadata declares the last layer to be one."""
     kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
     write_own(tmp_path, "qwen3_5_text", HYBRID | {"layer_types": kinds})
     extra = {"qwen35.nextn_predict_layers": 1}
@@ -187,7 +185,7 @@ def test_layers_of_a_gguf_file_that_guess_more_tokens_are_left_out(tmp_path: Pat
 
 
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5"])
-def test_transformers_classes_have_no_such_layers_here(variant: str, tmp_path: Path) -> None:
+def test_linear_attention_is_refused_for_transformers_classes(variant: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, variant)
     with pytest.raises(ModelError, match="layers with states need one of quire's classes"):
         model_spec(tmp_path, "transformers")

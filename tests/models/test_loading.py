@@ -1,4 +1,4 @@
-"""Weights: sharded, converted, random, and what is said when they do not fit.
+"""Loading weights: shards, conversion, dummy weights, and errors for weights that do not fit.
 
 Covers `models/load/contents.py`, `models/model.py`.
 """
@@ -56,11 +56,11 @@ def load(
 
 
 def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
-    """Replace tensors of model.safetensors; None leaves one out."""
+    """Replace tensors of model.safetensors; None removes one."""
     file = directory / "model.safetensors"
     tensors = load_file(file) | {name.replace("__", "."): t for name, t in changes.items()}
-    kept = {name: t.clone() for name, t in tensors.items() if t is not None}
-    save_file(kept, file, metadata={"format": "pt"})
+    remaining = {name: t.clone() for name, t in tensors.items() if t is not None}
+    save_file(remaining, file, metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def llama(tmp_path: Path) -> Checkpoint:
     return write_checkpoint(tmp_path, "llama")
 
 
-def test_sharded(tmp_path: Path) -> None:
+def test_shards_are_loaded_with_progress(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "qwen3", max_shard_size="20KB")
     assert (tmp_path / INDEX).exists()
     seen: list[tuple[int, int]] = []
@@ -82,7 +82,7 @@ def test_sharded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "opt"])
-def test_names_without_the_base_prefix(variant: str, tmp_path: Path) -> None:
+def test_tensor_names_without_the_base_prefix_are_read(variant: str, tmp_path: Path) -> None:
     """As in the checkpoints on the hub, which were saved from the bare decoder."""
     checkpoint = write_checkpoint(tmp_path, variant)
     wanted = logits_of(load(checkpoint), checkpoint.spec)
@@ -95,8 +95,8 @@ def test_names_without_the_base_prefix(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["embed_out.weight", "lm_head.weight"])
-def test_the_head_of_gpt_neox_has_two_names(name: str, tmp_path: Path) -> None:
-    """By either it is read; tied, it must be the table."""
+def test_the_head_of_gpt_neox_is_read_under_both_names(name: str, tmp_path: Path) -> None:
+    """If the head is tied, a stored copy must equal the embedding."""
     file = tmp_path / "model.safetensors"
     checkpoint = write_checkpoint(tmp_path, "gpt_neox")
     tensors = load_file(file)
@@ -116,7 +116,7 @@ def test_the_head_of_gpt_neox_has_two_names(name: str, tmp_path: Path) -> None:
         load(checkpoint)
 
 
-def test_dtype_is_converted(llama: Checkpoint) -> None:
+def test_weights_are_converted_to_the_dtype(llama: Checkpoint) -> None:
     model = load_model(llama.directory, llama.spec, torch.bfloat16, CPU)
     got = run_paged(model, llama.spec, TOKENS, [[9]], dtype=torch.bfloat16)[0]
     assert got.dtype == torch.bfloat16
@@ -124,7 +124,7 @@ def test_dtype_is_converted(llama: Checkpoint) -> None:
     assert (got.float() - wanted).abs().mean() < 0.05 * wanted.abs().mean()
 
 
-def test_a_tied_head_stored_again_is_ignored(tmp_path: Path) -> None:
+def test_a_stored_copy_of_a_tied_head_is_ignored(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "llama_tied")
     table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     rewrite(tmp_path, lm_head__weight=table)
@@ -136,8 +136,8 @@ def test_a_tied_head_stored_again_is_ignored(tmp_path: Path) -> None:
     )
 
 
-def test_another_head_than_the_one_it_is_tied_to(tmp_path: Path) -> None:
-    """transformers would take the stored one, and says that the config should be mended."""
+def test_a_stored_head_that_differs_from_the_tied_one_is_refused(tmp_path: Path) -> None:
+    """transformers would use the stored head, and warns that the config should be fixed."""
     checkpoint = write_checkpoint(tmp_path, "llama_tied")
     table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone()
     table[5, 3] += 0.5
@@ -152,7 +152,7 @@ def test_another_head_than_the_one_it_is_tied_to(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(model, spec), untied, rtol=1e-4, atol=1e-4)
 
 
-def test_two_files_that_hold_one_tensor(llama: Checkpoint) -> None:
+def test_a_tensor_in_two_files_is_refused(llama: Checkpoint) -> None:
     single = llama.directory / "model.safetensors"
     tensors = load_file(single)
     single.rename(llama.directory / "a.safetensors")
@@ -167,14 +167,14 @@ def test_two_files_that_hold_one_tensor(llama: Checkpoint) -> None:
     torch.testing.assert_close(logits, llama.logits(TOKENS[0]), rtol=1e-4, atol=1e-4)
 
 
-def test_one_tensor_under_two_names(llama: Checkpoint) -> None:
+def test_a_tensor_under_two_names_is_refused(llama: Checkpoint) -> None:
     rewrite(llama.directory, norm__weight=torch.ones(32))
     with pytest.raises(ModelError, match="two names"):
         load(llama)
 
 
-def test_a_single_file_beside_a_stale_index_counts(tmp_path: Path) -> None:
-    """As in transformers; the shards are those of another model."""
+def test_a_single_file_overrides_a_stale_index(tmp_path: Path) -> None:
+    """As in transformers. The shards belong to another model."""
     write_checkpoint(tmp_path / "old", "llama", max_shard_size="20KB")
     checkpoint = write_checkpoint(tmp_path / "new", "llama")
     rewrite(checkpoint.directory, lm_head__weight=torch.randn(LLAMA["vocab_size"], 32))
@@ -187,33 +187,31 @@ def test_a_single_file_beside_a_stale_index_counts(tmp_path: Path) -> None:
     assert not torch.allclose(logits, checkpoint.logits(TOKENS[0]), atol=0.1)
 
 
-def test_whole_numbers_are_not_taken_for_weights(llama: Checkpoint) -> None:
+def test_integer_tensors_are_refused(llama: Checkpoint) -> None:
     rewrite(llama.directory, model__norm__weight=torch.ones(32, dtype=torch.int8))
     with pytest.raises(ModelError, match=r"model\.norm\.weight holds I8, not floating-point"):
         load(llama)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_weights_beyond_the_memory_are_refused_before_any_is_taken(
-    load_format: str, llama: Checkpoint, most_unpacked: list[int]
+def test_oversized_weights_are_refused_before_allocation(
+    load_format: str, llama: Checkpoint, peak_unpacked: list[int]
 ) -> None:
     needed = model_bytes(load(llama))
     load(llama, load_format=load_format, max_bytes=needed)
-    del most_unpacked[1:]
+    del peak_unpacked[1:]
     with pytest.raises(OutOfMemory, match="exceed the free memory"):
         load(llama, load_format=load_format, max_bytes=needed - 1)
-    assert most_unpacked == [0]
+    assert peak_unpacked == [0]
 
 
-def test_shapes_are_compared_before_memory_is_taken(
-    llama: Checkpoint, most_unpacked: list[int]
-) -> None:
-    """The config speaks of half a terabyte."""
+def test_shapes_are_checked_before_allocation(llama: Checkpoint, peak_unpacked: list[int]) -> None:
+    """The vocabulary of the config would take many gigabytes."""
     config = llama.directory / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 1 << 26}))
     with pytest.raises(ModelError, match=r"has the shape \[97, 32\], but config.json requires"):
         load_model(llama.directory, load_spec(llama.directory), torch.float32, CPU)
-    assert most_unpacked == [0]
+    assert peak_unpacked == [0]
 
 
 def test_missing_and_unknown_tensors_are_named(llama: Checkpoint) -> None:
@@ -222,13 +220,13 @@ def test_missing_and_unknown_tensors_are_named(llama: Checkpoint) -> None:
         load(llama)
 
 
-def test_wrong_shape_is_named(llama: Checkpoint) -> None:
+def test_a_wrong_shape_is_named(llama: Checkpoint) -> None:
     rewrite(llama.directory, model__norm__weight=torch.ones(31))
     with pytest.raises(ModelError, match=r"model\.norm\.weight has the shape \[31\].*\[32\]"):
         load(llama)
 
 
-def test_a_scalar_does_not_pass_for_a_weight(llama: Checkpoint) -> None:
+def test_a_scalar_is_refused_as_a_weight(llama: Checkpoint) -> None:
     rewrite(llama.directory, model__norm__weight=torch.tensor(1.0))
     with pytest.raises(ModelError, match=r"has the shape \[\]"):
         load(llama)
@@ -240,14 +238,14 @@ def test_pickled_weights_are_not_read(llama: Checkpoint) -> None:
         load(llama)
 
 
-def test_config_alone_needs_dummy(llama: Checkpoint) -> None:
+def test_a_config_without_weights_requires_dummy_weights(llama: Checkpoint) -> None:
     (llama.directory / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="no \\*.safetensors.*dummy"):
         load(llama)
     load(llama, load_format="dummy")
 
 
-def test_missing_shard(tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "llama", max_shard_size="20KB")
     file = sorted(tmp_path.glob("*.safetensors"))[0]
     file.unlink()
@@ -256,21 +254,21 @@ def test_missing_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}'])
-def test_broken_index(llama: Checkpoint, text: str) -> None:
+def test_a_broken_index_is_refused(llama: Checkpoint, text: str) -> None:
     (llama.directory / "model.safetensors").rename(llama.directory / "a.safetensors")
     (llama.directory / INDEX).write_text(text)
     with pytest.raises(ModelError, match="index"):
         load(llama)
 
 
-def test_broken_file(llama: Checkpoint) -> None:
+def test_a_broken_file_is_refused(llama: Checkpoint) -> None:
     (llama.directory / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ModelError, match="model.safetensors cannot be read"):
         load(llama)
 
 
 @pytest.mark.parametrize("problem", ["cut", "missing", "shape", "dtype", "unknown"])
-def test_the_last_shard_is_looked_at_before_anything_is_allocated(
+def test_the_last_shard_is_checked_before_allocation(
     problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, "qwen3", max_shard_size="20KB")
@@ -299,8 +297,8 @@ def test_the_last_shard_is_looked_at_before_anything_is_allocated(
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_a_file_that_is_cut_while_it_is_read(llama: Checkpoint) -> None:
-    """Within a weight, which is read and not mapped: an error, not the end of the process."""
+def test_truncating_a_file_during_loading_is_an_error(llama: Checkpoint) -> None:
+    """The file ends within a weight that is read and not mapped, so the process survives."""
     file = llama.directory / "model.safetensors"
     end = tensor_ranges(file)["model.layers.2.self_attn.o_proj.weight"][1]
     with pytest.raises(ModelError, match=r"model.safetensors cannot be read: it ends too early"):
@@ -316,7 +314,7 @@ def test_a_file_that_is_cut_while_it_is_read(llama: Checkpoint) -> None:
         ["llama_biases", "qwen3_tied", "gpt2", "phi3", "mixtral"],
     ),
 )
-def test_weights_have_the_same_bits_read_or_mapped(
+def test_read_and_mapped_weights_have_the_same_bits(
     variant: str,
     quantization: str | None,
     dtype: torch.dtype,
@@ -331,18 +329,18 @@ def test_weights_have_the_same_bits_read_or_mapped(
         found = [getattr(module, name) for _, module, name in all_weights(model)]
         return [each.data.view(-1).view(torch.uint8) for each in found]
 
-    place, places = MappedTensors.position, []
+    original, positions = MappedTensors.position, []
     monkeypatch.setattr(
-        MappedTensors, "position", lambda *args: places.append(place(*args)) or places[-1]
+        MappedTensors, "position", lambda *args: positions.append(original(*args)) or positions[-1]
     )
     read = weights()
-    assert any(places) == (dtype == torch.float32)  # the files'
+    assert any(positions) == (dtype == torch.float32)  # in the mapped files
     monkeypatch.setattr(MappedTensors, "position", lambda *_: None)
     assert all(map(torch.equal, read, weights()))
 
 
 @pytest.mark.parametrize("variant", ["llama_biases", "opt_350m", "gpt2", "qwen3_tied"])
-def test_dummy_weights_depend_on_the_seed_alone(variant: str) -> None:
+def test_dummy_weights_depend_only_on_the_seed(variant: str) -> None:
     model_type, config = VARIANTS[variant]
     spec = parse_spec({"model_type": model_type} | config)
 
@@ -367,7 +365,7 @@ def test_bytes_of_a_tied_head_count_once() -> None:
     assert model_bytes(untied) - model_bytes(tied) == 97 * 32 * 4
 
 
-def test_unknown_architecture() -> None:
+def test_an_unknown_architecture_is_refused() -> None:
     spec = parse_spec({"model_type": "mamba"} | LLAMA)
     with pytest.raises(ModelError, match="'mamba' is not supp.*; supported are .*gpt2.*llama"):
         make_model(spec, torch.float32, CPU)
@@ -381,7 +379,9 @@ def test_unknown_architecture() -> None:
         ({"partial_rotary_factor": 0.5}, "part of each head"),
     ],
 )
-def test_unsupported_variants(change: dict[str, object], message: str) -> None:
+def test_unsupported_values_of_the_config_are_refused(
+    change: dict[str, object], message: str
+) -> None:
     spec = parse_spec({"model_type": "llama"} | LLAMA | change)
     with pytest.raises(ModelError, match=message):
         make_model(spec, torch.float32, CPU)
@@ -391,33 +391,33 @@ def test_unsupported_variants(change: dict[str, object], message: str) -> None:
 
 
 @pytest.fixture
-def most_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The most bytes of parameters that were alive at once and not packed, at the end of a list."""
+def peak_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that ends with the peak of bytes in unpacked parameters so far."""
     alive: dict[int, int] = {}
-    most = [0]
+    peaks = [0]
     make = assembly._with_memory
 
-    def noted(*arguments: Any) -> torch.nn.Parameter:
+    def recorded(*arguments: Any) -> torch.nn.Parameter:
         parameter = make(*arguments)
         key = id(parameter)
         alive[key] = parameter.nbytes
         weakref.finalize(parameter, alive.pop, key)
-        most.append(max(most[-1], sum(alive.values())))
+        peaks.append(max(peaks[-1], sum(alive.values())))
         return parameter
 
-    monkeypatch.setattr(assembly, "_with_memory", noted)
-    return most
+    monkeypatch.setattr(assembly, "_with_memory", recorded)
+    return peaks
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("variant", ["llama_biases", "qwen3_tied", "gpt2"])
-def test_layers_are_packed_as_they_come(
-    variant: str, load_format: str, shard: str, tmp_path: Path, most_unpacked: list[int]
+def test_layers_are_packed_while_they_load(
+    variant: str, load_format: str, shard: str, tmp_path: Path, peak_unpacked: list[int]
 ) -> None:
-    """Beside what stays unpacked, not more than two of the largest layers is there at once; with
-    layers that lie in two files, three."""
+    """At most two of the largest layers are unpacked at once, besides what stays unpacked. It is
+    three if layers span two files."""
     checkpoint = write_checkpoint(tmp_path, variant, max_shard_size=shard)
     model = load(checkpoint, load_format=load_format)
     weights = [m.weight for m in model.modules() if isinstance(m, Linear | LMHead)]
@@ -425,7 +425,7 @@ def test_layers_are_packed_as_they_come(
     largest = max(weight.shape[0] * weight.shape[1] * 4 for weight in weights)
     assert all(isinstance(weight, PackedWeight) for weight in weights)
     at_once = 2 if shard == "1GB" else 3
-    assert 0 < most_unpacked[-1] <= stays + at_once * largest < model_bytes(model)
+    assert 0 < peak_unpacked[-1] <= stays + at_once * largest < model_bytes(model)
 
 
 MEASURED = """
@@ -450,11 +450,11 @@ print(memory("VmHWM") - before, model_bytes(model))
 """
 
 
-@pytest.mark.slow  # what is unpacked at once is counted above
+@pytest.mark.slow  # the test above counts unpacked bytes
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_peak_of_memory_is_near_the_packed_model() -> None:
-    """Of 233 MB in float32 that become 33 MB; the largest layer has 17 MB."""
+def test_peak_memory_is_near_the_size_of_the_packed_model() -> None:
+    """233 MB in float32 become 33 MB. The largest layer has 17 MB."""
     sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8}
     spec = {"model_type": "llama"} | LLAMA | sizes
     command = [sys.executable, "-c", MEASURED, json.dumps(spec)]
@@ -462,11 +462,11 @@ def test_the_peak_of_memory_is_near_the_packed_model() -> None:
     done = subprocess.run([*command, small], capture_output=True, text=True, check=True)
     peak, packed = map(int, done.stdout.split())
     assert 30e6 < packed < 36e6
-    assert peak < packed + 75e6  # a layer, 17 MB of random numbers, and code that is loaded late
+    assert peak < packed + 75e6  # a layer, 17 MB of random numbers, and code that is imported late
 
 
-def test_the_bytes_are_checked_before_a_weight_is_read(tmp_path: Path) -> None:
-    """A plan that cannot be made fails before the files are opened."""
+def test_bytes_are_checked_before_weights_are_read(tmp_path: Path) -> None:
+    """A plan that does not fit fails before the files are read."""
     checkpoint = write_checkpoint(tmp_path, "llama")
     seen: list[int] = []
     model = load(checkpoint, check_bytes=seen.append)

@@ -1,4 +1,4 @@
-"""Peak memory of loading: a checkpoint of 16 bits that is quantised layer by layer."""
+"""Peak memory of loading a 16-bit checkpoint that is quantised layer by layer."""
 
 import subprocess
 import sys
@@ -45,10 +45,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("quantization", "per_weight"), [("int8", 1.1), ("int4", 0.65)])
-def test_the_peak_is_below_1_05_of_the_weights(
+def test_peak_memory_is_below_1_05_times_the_packed_weights(
     checkpoints: list[Path], quantization: str, per_weight: float
 ) -> None:
-    """The first, small model loads the code."""
+    """A small model is loaded first, so that imported code does not count."""
     command = [sys.executable, "-c", MEASURED, quantization, *map(str, checkpoints)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, packed = map(int, done.stdout.splitlines()[-1].split())

@@ -1,4 +1,4 @@
-"""Every architecture with every feature: docs/use/model-table.md is true. See `matrix.py`."""
+"""docs/use/model-table.md is true for every architecture and feature. See `matrix.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from quire.models.registry import MODELS
 from quire.ops.host.native import core
 from tests.models.matrix import (
     FEATURES,
-    Tried,
+    TinyCheckpoint,
     demo_losses,
     read_losses,
     read_page,
@@ -17,7 +17,7 @@ from tests.models.matrix import (
     write_tiny,
 )
 
-TRIED_ELSEWHERE = (  # by tests of these alone
+TESTED_ELSEWHERE = (  # by tests of the feature alone
     "exact", "reference", "torch", "chunks", "swap", "recompute", "batch", "triton", "int8",
     "int4", "fp8", "kv",
 )  # fmt: skip
@@ -29,7 +29,7 @@ def cases() -> list[Any]:
         pytest.param(
             t,
             name,
-            marks=[] if t == feature.quick and name not in TRIED_ELSEWHERE else [pytest.mark.slow],
+            marks=[] if t == feature.quick and name not in TESTED_ELSEWHERE else [pytest.mark.slow],
         )
         for t in sorted(MODELS)
         for name, feature in FEATURES.items()
@@ -37,16 +37,16 @@ def cases() -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tried]:
-    """Filled as they are asked for."""
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
+    """Return checkpoints by type, each written at its first use."""
     return {}
 
 
 @pytest.mark.parametrize(("model_type", "name"), cases())
-def test_it_is_as_the_page_says(
+def test_each_result_matches_the_page(
     model_type: str,
     name: str,
-    checkpoints: dict[str, Tried],
+    checkpoints: dict[str, TinyCheckpoint],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     if name in NEEDS_CORE and core() is None:
@@ -58,20 +58,20 @@ def test_it_is_as_the_page_says(
     assert found == read_page()[model_type][name], "run python -m tests.models.matrix"
 
 
-def test_the_page_lists_what_is_tried() -> None:
+def test_the_page_lists_all_types_and_features() -> None:
     page = read_page()
     assert list(page) == sorted(MODELS), "run python -m tests.models.matrix"
     for row in page.values():
         assert list(row) == list(FEATURES)
     quick = [feature.quick for feature in FEATURES.values()]
-    assert set(quick) <= set(MODELS) and len(set(quick)) == len(quick), "one after the other"
+    assert set(quick) <= set(MODELS) and len(set(quick)) == len(quick), "two features share a type"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_formats_cost_the_demo_model_what_the_page_says() -> None:
-    """Which texts are drawn differs from run to run; what a format costs does so little."""
-    losses, said = demo_losses(5_000), read_losses()
-    assert said.keys() == losses.keys()
-    for name, more in said.items():
+def test_demo_losses_by_format_match_the_page() -> None:
+    """The sampled texts differ between runs. The differences between formats hardly do."""
+    losses, stated = demo_losses(5_000), read_losses()
+    assert stated.keys() == losses.keys()
+    for name, more in stated.items():
         assert abs(losses[name] - losses["float32"] - more) < 0.004 + 0.5 * abs(more), name

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction against their definition, and models without one."""
+"""Layers for multi-token prediction compared with their definition, and models without one."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from quire.ops.attention.select import make_backend
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.spec.model_spec import load_spec, parse_spec
-from tests.models.test_eagle3 import MORE, TOKENS, guess
+from tests.models.test_eagle3 import NUM_FURTHER, TOKENS, draft
 from tests.support.cases import slow_but
 from tests.support.models.checkpoints import VARIANTS as VARIANTS_OF
 from tests.support.models.checkpoints import VOCAB
@@ -42,12 +42,13 @@ VARIANTS = (
 
 @pytest.mark.parametrize("variant", slow_but(VARIANTS, "deepseek_v3", "qwen3_next"))
 @torch.inference_mode()
-def test_drafts_are_those_of_the_definition(variant: str, tmp_path: Path) -> None:
-    """Logits of each draft: in float64, in float32 cut into steps, and by the core's program."""
+def test_drafts_match_the_definition(variant: str, tmp_path: Path) -> None:
+    """Compares the logits of each draft: in float64, in float32 over several steps, and in the
+    core's program."""
     made = write_mtp(tmp_path, variant)
     by_definition = MtpByDefinition(made)
     read_TD = by_definition.states(TOKENS)[:-1]
-    wanted = by_definition.drafts(TOKENS, read_TD, MORE)
+    wanted = by_definition.drafts(TOKENS, read_TD, NUM_FURTHER)
     target_spec = made.checkpoint.spec
     spec = multi_token_spec(target_spec, tmp_path)
     for backend, dtype, cuts, limit in (
@@ -58,14 +59,14 @@ def test_drafts_are_those_of_the_definition(variant: str, tmp_path: Path) -> Non
         head = load_model(tmp_path, spec, dtype, CPU)
         assert isinstance(head, MultiTokenHead)
         head.attach(load_model(tmp_path, target_spec, dtype, CPU))
-        drafts, found = guess(head, spec, read_TD, backend, cuts)
+        drafts, found = draft(head, spec, read_TD, backend, cuts)
         assert drafts == wanted[0]
         for each, logits in zip(found, wanted[1], strict=True):
             torch.testing.assert_close(each.double(), logits, rtol=limit, atol=limit)
 
 
 def test_copies_of_embedding_and_head_are_not_loaded(tmp_path: Path) -> None:
-    """A layer takes the memory of its own tensors."""
+    """A layer takes only the memory of its own tensors."""
     target = write_mtp(tmp_path, "deepseek_v3").checkpoint.spec
     head = load_model(tmp_path, multi_token_spec(target, tmp_path), torch.float64, CPU)
     own = load_file(tmp_path / "model.safetensors")
@@ -83,13 +84,15 @@ def test_copies_of_embedding_and_head_are_not_loaded(tmp_path: Path) -> None:
         ({"model_type": "deepseek_v2"}, "quire runs none of models of type deepseek_v2"),
     ],
 )
-def test_configs_without_a_layer(changed: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_configs_without_an_mtp_layer_are_refused(
+    changed: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     spec = parse_spec(VARIANTS_OF["deepseek_v3"][1] | {"model_type": "deepseek_v3"} | changed)
     with pytest.raises(ModelError, match=f"has no layer for .*: {reason}.*eagle3"):
         multi_token_spec(spec, tmp_path)
 
 
-def test_a_layer_with_its_own_embedding_is_refused(tmp_path: Path) -> None:
+def test_an_mtp_layer_with_its_own_embedding_is_refused(tmp_path: Path) -> None:
     config = VARIANTS_OF["qwen3_5"][1] | {"model_type": "qwen3_5_text"}
     spec = parse_spec(config | {"mtp_use_dedicated_embeddings": True})
     with pytest.raises(ModelError, match="mtp_use_dedicated_embeddings"):
@@ -98,8 +101,8 @@ def test_a_layer_with_its_own_embedding_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", slow_but(("deepseek_v3", "qwen3_next"), "deepseek_v3"))
 @torch.inference_mode()
-def test_ranks_share_a_layer(variant: str, tmp_path: Path) -> None:
-    """Each rank has the logits of its part of the tokens."""
+def test_two_ranks_match_one_rank(variant: str, tmp_path: Path) -> None:
+    """Each rank has the logits of its part of the vocabulary."""
     made = write_mtp(tmp_path, variant)
     target_spec = made.checkpoint.spec
     spec = multi_token_spec(target_spec, tmp_path)
@@ -123,7 +126,7 @@ def test_ranks_share_a_layer(variant: str, tmp_path: Path) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_layer_in_fp8_blocks(tmp_path: Path) -> None:
+def test_an_mtp_layer_in_fp8_blocks_is_dequantised(tmp_path: Path) -> None:
     """As in DeepSeek V3's checkpoints, where the projection of token and state is not quantised."""
     target = write_mtp(tmp_path / "fp8", "deepseek_v3").checkpoint.spec
     shutil.copytree(tmp_path / "fp8", tmp_path / "plain")

@@ -17,7 +17,7 @@ from tests.support.models.quick import one_of_each_kind
 
 
 class OutsideOps(TorchDispatchMode):
-    """Notes each operator that computes something while no operation runs."""
+    """Records each torch operator that computes something outside of quire's operations."""
 
     def __init__(self, record: OpRecord) -> None:
         super().__init__()

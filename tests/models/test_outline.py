@@ -1,4 +1,4 @@
-"""The outline of a model, made from its config, is what the loaded model then is."""
+"""The outline of a model, made from its config, matches the loaded model."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def variant_spec(name: str) -> ModelSpec:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_its_tensors_are_those_that_transformers_writes(variant: str, tmp_path: Path) -> None:
+def test_outlines_have_the_tensors_that_transformers_writes(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     with safe_open(checkpoint.directory / "model.safetensors", "pt") as file:
         names = file.keys()
@@ -37,7 +37,7 @@ def test_its_tensors_are_those_that_transformers_writes(variant: str, tmp_path: 
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama_tied", "qwen3_moe_some", "gpt2", "opt_350m"])
-def test_each_parameter_once(variant: str) -> None:
+def test_the_outline_counts_each_parameter_once(variant: str) -> None:
     spec = variant_spec(variant)
     model, parts = make_model(spec, torch.bfloat16, META), outline(spec).parts
     assert sum(part.num_bytes for part in parts) == sum(p.nbytes for p in model.parameters())
@@ -49,7 +49,7 @@ def test_each_parameter_once(variant: str) -> None:
 
 
 @pytest.mark.parametrize("shape", slow_if_large(shape_names()))
-def test_of_every_shape(shape: str) -> None:
+def test_every_built_in_shape_has_an_outline(shape: str) -> None:
     spec = load_spec(resolve_model(f"shape:{shape}").directory)
     assert sum(part.num_bytes for part in outline(spec).parts) > 10 * spec.hidden_size**2
 
@@ -58,7 +58,7 @@ def test_every_model_type_has_a_variant() -> None:
     assert {model_type for model_type, _ in VARIANTS.values()} == set(MODELS)
 
 
-def test_a_type_that_is_not_ours() -> None:
+def test_an_unknown_type_is_refused() -> None:
     raw = json.loads((resolve_model("shape:qwen3-0.6b").directory / "config.json").read_text())
     with pytest.raises(ModelError, match="'bloom' is not supported; supported are .*gpt2, .*llama"):
         outline(parse_spec(raw | {"model_type": "bloom"}))

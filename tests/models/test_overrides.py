@@ -1,4 +1,4 @@
-"""hf_overrides: another config.json before the same files."""
+"""hf_overrides: a changed config.json with the same weight files."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_objects_are_merged_and_other_values_replaced() -> None:
     assert config["inner"] == {"b": 2, "deep": {"c": [1]}}
 
 
-def test_the_model_is_chosen_by_the_changed_config(cache: Path) -> None:
+def test_overrides_resolve_to_a_directory_with_the_changed_config(cache: Path) -> None:
     plain = resolve_model("demo").directory
     model = ModelConfig(hf_overrides=json.dumps({"rope_theta": 12345.0}))
     changed = resolve_source(model)
@@ -45,12 +45,12 @@ def test_the_model_is_chosen_by_the_changed_config(cache: Path) -> None:
     assert {path.name for path in changed.directory.iterdir()} == {p.name for p in plain.iterdir()}
     mine, theirs = load_spec(changed.directory), load_spec(plain)
     assert (mine.hidden_size, mine.model_type) == (theirs.hidden_size, theirs.model_type)
-    assert mine.identity != theirs.identity, "so that no block of one is taken for the other's"
+    assert mine.identity != theirs.identity, "they would share cached blocks"
     assert resolve_source(model).directory == changed.directory
     assert resolve_source(ModelConfig()).directory == plain
 
 
-def test_a_change_of_a_file_makes_another_directory(tmp_path: Path) -> None:
+def test_a_changed_model_gets_a_new_directory(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -63,7 +63,7 @@ def test_a_change_of_a_file_makes_another_directory(tmp_path: Path) -> None:
     assert second != first and (second / "more").read_text() == "2"
 
 
-def test_not_more_than_some_are_kept(tmp_path: Path, cache: Path) -> None:
+def test_the_number_of_directories_is_bounded(tmp_path: Path, cache: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -72,7 +72,7 @@ def test_not_more_than_some_are_kept(tmp_path: Path, cache: Path) -> None:
     assert len(list(cache.iterdir())) <= MAX_DIRECTORIES
 
 
-def test_what_cannot_be_changed(tmp_path: Path) -> None:
+def test_invalid_overrides_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no config.json"):
         overridden(tmp_path, {"a": 1})
     file = tmp_path / "model.gguf"
@@ -84,6 +84,6 @@ def test_what_cannot_be_changed(tmp_path: Path) -> None:
             ModelConfig(hf_overrides=wrong)  # type: ignore[arg-type]
 
 
-def test_a_model_that_a_changed_config_refuses_is_refused() -> None:
+def test_unsupported_values_in_overrides_are_refused() -> None:
     with pytest.raises(ModelError, match="hidden_act"):
         LLM(str(text_checkpoint()), hf_overrides={"hidden_act": "swash"}, disable_log_stats=True)

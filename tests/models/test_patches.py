@@ -1,4 +1,4 @@
-"""Partial updates and sparse deltas: the answers of a fresh engine with the whole result."""
+"""Partial updates and sparse deltas give the answers of a new engine with the resulting weights."""
 
 import random
 import shutil
@@ -26,7 +26,7 @@ def tensors_of(folder: Path) -> Tensors:
 
 
 def fresh_answers(tensors: Tensors, folder: Path, **settings: Any) -> Any:
-    """What an engine answers that starts with these tensors."""
+    """Return the answers of an engine that starts with these tensors."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(checkpoint("qwen3"), folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -42,31 +42,33 @@ def fresh_answers(tensors: Tensors, folder: Path, **settings: Any) -> Any:
     ],
     ids=["float32", "int8"],
 )
-def test_random_parts_and_deltas(settings: dict[str, Any], tmp_path: Path) -> None:
-    """In any order, with sleeps, failures and whole updates between them."""
+def test_random_partial_updates_match_a_new_engine(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Updates mix tensors and deltas, with sleeps, failures and whole updates between them."""
     numbers = random.Random(7)
-    present, other = tensors_of(checkpoint("qwen3")), changed_tensors("qwen3", 1)
+    current, other = tensors_of(checkpoint("qwen3")), changed_tensors("qwen3", 1)
     with open_llm(checkpoint("qwen3"), **settings) as llm:
         for index in range(3):
             update: dict[str, Any] = {}
-            for name in numbers.sample(sorted(present), 3):
-                new = present[name].clone()
+            for name in numbers.sample(sorted(current), 3):
+                new = current[name].clone()
                 if numbers.random() < 0.5:
                     new = other[name].to(new.dtype) * (index + 1)
                     update[name] = new
                 else:
                     new.view(-1)[numbers.randrange(new.numel())] += 0.5
-                    update[name] = SparseDelta.between(present[name], new)
+                    update[name] = SparseDelta.between(current[name], new)
                     assert len(update[name].indices) == 1
-                present[name] = new
+                current[name] = new
             llm.update_weights(update, partial=True)
             if index % 2:
                 llm.sleep(2)
                 llm.wake_up()
             with pytest.raises(RequestError, match="it is of other weights"):
-                wrong = SparseDelta(torch.tensor([0]), present[NORM][:1] + 1, "0" * 64)
+                wrong = SparseDelta(torch.tensor([0]), current[NORM][:1] + 1, "0" * 64)
                 llm.update_weights({NORM: wrong}, partial=True)
-        assert answers(llm) == fresh_answers(present, tmp_path / "fresh", **settings)
+        assert answers(llm) == fresh_answers(current, tmp_path / "fresh", **settings)
         llm.update_weights(changed("qwen3", 1))
         whole = tensors_of(changed("qwen3", 1))
         whole[NORM] = whole[NORM] * 2
@@ -98,15 +100,15 @@ def delta(name: str, **changes: Any) -> dict[str, Any]:
         (lambda: {NORM + ".delta_values": torch.zeros(1)}, "in one file, and the digest"),
     ],
 )
-def test_wrong_updates_leave_the_old_weights(llm: LLM, update: Any, message: str) -> None:
+def test_invalid_updates_leave_the_old_weights(llm: LLM, update: Any, message: str) -> None:
     before = answers(llm)
     with pytest.raises(RequestError, match=message):
         llm.update_weights(update(), partial=True)
     assert answers(llm) == before
 
 
-def test_a_part_needs_the_files_of_the_rest() -> None:
-    """Weights that came as tensors have none, and random numbers have none."""
+def test_a_partial_update_requires_safetensors_files() -> None:
+    """Weights that came as tensors have no files, and dummy weights have none."""
     part = {NORM: tensors_of(checkpoint("qwen3"))[NORM]}
     with open_llm(checkpoint("qwen3"), dtype="float32") as llm:
         llm.update_weights(changed_tensors("qwen3", 1))
@@ -119,8 +121,8 @@ def test_a_part_needs_the_files_of_the_rest() -> None:
         llm.update_weights(part, partial=True)
 
 
-def test_deltas_compare_bits() -> None:
-    """Of zeros with a sign, and of NaNs, which are not equal as numbers."""
+def test_deltas_compare_bits_not_numbers() -> None:
+    """Zeros of different sign differ. A NaN does not differ from itself."""
     old = torch.tensor([0.0, float("nan"), 1.0], dtype=torch.bfloat16)
     new = torch.tensor([-0.0, float("nan"), 1.0], dtype=torch.bfloat16)
     found = SparseDelta.between(old, new)

@@ -1,4 +1,4 @@
-"""The layers behind what was pooled: read from files, and refused where they do not fit."""
+"""The layers after pooling: read from files, and refused where they do not fit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ def load(folder: Path, pooling: PoolingSpec, load_format: str = "auto") -> list[
     return load_pooling_layers(folder, spec_of(pooling), CPU, load_format, 0)
 
 
-def test_a_classifier_with_a_bias(tmp_path: Path) -> None:
+def test_a_classifier_applies_its_weight_and_bias(tmp_path: Path) -> None:
     bias = torch.arange(3.0)
     save_file({"score.weight": WEIGHT, "score.bias": bias}, tmp_path / "model.safetensors")
     [layer] = load(tmp_path, THREE)
@@ -37,7 +37,7 @@ def test_a_classifier_with_a_bias(tmp_path: Path) -> None:
     assert layer(x_ND[:0]).shape == (0, 3)
 
 
-def test_a_classifier_that_is_absent_or_of_another_shape(tmp_path: Path) -> None:
+def test_a_missing_or_misshapen_classifier_is_refused(tmp_path: Path) -> None:
     save_file({"other": WEIGHT}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"no tensor score\.weight"):
         load(tmp_path, THREE)
@@ -46,7 +46,7 @@ def test_a_classifier_that_is_absent_or_of_another_shape(tmp_path: Path) -> None
         load(tmp_path, THREE)
 
 
-def test_tokens_of_the_generating_head_as_classes(tmp_path: Path) -> None:
+def test_label_tokens_select_rows_of_the_language_model_head(tmp_path: Path) -> None:
     table = torch.randn(97, 32, generator=torch.Generator().manual_seed(2))
     save_file({"model.embed_tokens.weight": table}, tmp_path / "model.safetensors")
     both = PoolingSpec("classify", "last", labels=("no", "yes"), label_tokens=(7, 4))
@@ -57,10 +57,10 @@ def test_tokens_of_the_generating_head_as_classes(tmp_path: Path) -> None:
     assert load(tmp_path, one)[0].weight.equal(table[4:5].double() - table[7:8].double())
 
 
-def test_dense_layers_one_after_the_other(tmp_path: Path) -> None:
-    for place, weight in (("2_Dense", WEIGHT), ("3_Dense", torch.ones(2, 3))):
-        (tmp_path / place).mkdir()
-        save_file({"linear.weight": weight}, tmp_path / place / "model.safetensors")
+def test_dense_layers_run_in_order(tmp_path: Path) -> None:
+    for name, weight in (("2_Dense", WEIGHT), ("3_Dense", torch.ones(2, 3))):
+        (tmp_path / name).mkdir()
+        save_file({"linear.weight": weight}, tmp_path / name / "model.safetensors")
     dense = (("2_Dense", "tanh"), ("3_Dense", "identity"))
     x_ND = torch.ones(1, 32, dtype=torch.float64)
     for layer in load(tmp_path, PoolingSpec("embed", "mean", dense=dense)):
@@ -69,7 +69,7 @@ def test_dense_layers_one_after_the_other(tmp_path: Path) -> None:
     torch.testing.assert_close(x_ND[0], wanted.repeat(2))
 
 
-def test_random_numbers_are_those_of_the_seed(tmp_path: Path) -> None:
+def test_dummy_weights_are_reproducible(tmp_path: Path) -> None:
     [first], [again] = load(tmp_path, THREE, "dummy"), load(tmp_path, THREE, "dummy")
     assert first.weight.shape == (3, 32)
     assert first.weight.equal(again.weight) and first.weight.std() > 0.01

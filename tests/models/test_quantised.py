@@ -41,16 +41,16 @@ FORMATS = {
         ("fp8", "fp8", None, "auto"),
     ]
 }
-# Of the logits' norm. The weights are random, with no redundancy, and the layers few.
-MOST_ERROR = {"int8": 0.08, "int8 rows": 0.08, "int8 but head": 0.08, "int4": 0.7}
-MOST_ERROR |= {"int4 with head": 0.7, "fp8": 0.25}
+# Relative to the logits' norm. Random weights have no redundancy, and the layers are few.
+MAX_ERROR = {"int8": 0.08, "int8 rows": 0.08, "int8 but head": 0.08, "int4": 0.7}
+MAX_ERROR |= {"int4 with head": 0.7, "fp8": 0.25}
 
 
 @pytest.mark.parametrize(
     "variant",
     slow_but(("llama", "qwen3_tied", "gpt2", "opt_350m", "qwen2"), "llama", "qwen3_tied", "gpt2"),
 )
-def test_logits_are_near_the_unquantised(variant: str, tmp_path: Path) -> None:
+def test_quantised_logits_are_near_the_unquantised(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     exact = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
     wanted = torch.cat(run_paged(exact, checkpoint.spec, SEQUENCES, WHOLE))
@@ -59,12 +59,12 @@ def test_logits_are_near_the_unquantised(variant: str, tmp_path: Path) -> None:
         rounded = load_model(tmp_path, checkpoint.spec, torch.float32, CPU, options)
         got = torch.cat(run_paged(rounded, checkpoint.spec, SEQUENCES, WHOLE))
         error = ((got - wanted).norm() / wanted.norm()).item()
-        assert 0 < error < MOST_ERROR[name], (name, error)
+        assert 0 < error < MAX_ERROR[name], (name, error)
 
 
 @pytest.mark.parametrize("formats", [*FORMATS, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_of_layers_do_not_depend_on_the_batch(
+def test_layer_bits_do_not_depend_on_the_batch(
     formats: str | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, "qwen3_tied")
@@ -82,7 +82,9 @@ def test_the_bits_of_layers_do_not_depend_on_the_batch(
 
 
 @pytest.mark.parametrize(("variant", "formats"), variants_with([None, *FORMATS]))
-def test_bytes_are_planned(variant: str, formats: str | None, tmp_path: Path) -> None:
+def test_planned_bytes_equal_the_models_bytes(
+    variant: str, formats: str | None, tmp_path: Path
+) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     chosen = AS_THEY_ARE if formats is None else FORMATS[formats]
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -96,7 +98,7 @@ def test_bytes_are_planned(variant: str, formats: str | None, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("formats", "shares"), [(None, True), ("int8", True), ("int4", True), ("int4 with head", False)]
 )
-def test_a_tied_table_is_stored_once_if_its_rows_are_good_enough(
+def test_a_tied_table_is_shared_unless_the_head_is_too_coarse(
     formats: str | None, shares: bool, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, "qwen3_tied")
@@ -109,7 +111,7 @@ def test_a_tied_table_is_stored_once_if_its_rows_are_good_enough(
     assert (model.embedding(ids).double() - plain).norm() < bound * plain.norm()
 
 
-def test_preview_knows_the_bytes() -> None:
+def test_the_preview_has_the_bytes_of_the_weights() -> None:
     source = resolve_model("shape:qwen3-0.6b")
     sizes = {}
     for name in (None, "int8", "int4"):
@@ -122,8 +124,8 @@ def test_preview_knows_the_bytes() -> None:
     assert sizes["int4"] == pytest.approx(440.4 * 68 / 128 + 155.6 * (1 + 2 / 128), rel=0.01)
 
 
-def test_the_demo_model_says_the_same_in_int8() -> None:
-    """What the unquantised model would say next, at each position of what it says itself."""
+def test_quantised_demo_models_mostly_choose_the_same_tokens() -> None:
+    """Compares the next token at each position of the unquantised model's answers."""
     prompts = ["Once upon a time", "The little fox", "What is 17 + 25?", "The sea"]
     params = SamplingParams(temperature=0.0, max_tokens=48)
     with LLM("demo", disable_log_stats=True) as llm:
@@ -141,13 +143,13 @@ def test_the_demo_model_says_the_same_in_int8() -> None:
     assert min(agreement.values()) >= 0.6, agreement
 
 
-def test_the_head_is_as_coarse_as_the_layers_or_finer() -> None:
+def test_the_head_is_at_least_as_precise_as_the_layers() -> None:
     for name, head in (("int8", "int8"), ("int4", "int8"), ("fp8", "fp8")):
         found = weight_formats(ModelConfig(quantization=name)).head
         assert found is not None and found.format == head
 
 
-def test_impossible_settings_are_told() -> None:
+def test_impossible_settings_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="quantization must be one of none, fp8, int8, int4, got 'fp4'"
     ):

@@ -1,5 +1,4 @@
-"""Checkpoints of other quantisers: what their tensors stand for, exactly, and what is said when
-they are not what they should be.
+"""Checkpoints of other quantisers: exact values of tensors, and errors for invalid ones.
 
 Covers `spec/quantization_config.py`, `models/quantised/layers.py`.
 """
@@ -96,7 +95,7 @@ def exact_model(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_what_the_format_says(name: str, tmp_path: Path) -> None:
+def test_dequantised_weights_match_the_plain_checkpoint(name: str, tmp_path: Path) -> None:
     quantised, plain = writers.write(tmp_path, FORMATS[name])
     got, wanted = exact_model(quantised), exact_model(plain)
     for (path, ours), (_, theirs) in zip(
@@ -116,7 +115,7 @@ def test_weights_are_what_the_format_says(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptq ordered", "awq", "float blocks", "integers", "mxfp4"])
-def test_in_the_dtype_each_number_is_rounded_once(name: str, tmp_path: Path) -> None:
+def test_conversion_to_the_dtype_rounds_each_number_once(name: str, tmp_path: Path) -> None:
     quantised, plain = writers.write(tmp_path, FORMATS[name])
     options = LoadOptions(formats=IN_THE_DTYPE)
     got = load_model(quantised, load_spec(quantised), torch.bfloat16, CPU, options)
@@ -132,7 +131,7 @@ def bits(named: tuple[str, torch.nn.Module, str]) -> torch.Tensor:
     return weight.contiguous().view(-1).view(torch.uint8)
 
 
-def test_transformers_reads_fp8_and_mxfp4_so(tmp_path: Path) -> None:
+def test_fp8_and_mxfp4_match_transformers(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 96, generator=generator)
     tensors, _ = FORMATS["float blocks"].writer("m", weight)
@@ -147,15 +146,15 @@ def test_transformers_reads_fp8_and_mxfp4_so(tmp_path: Path) -> None:
     scales = torch.randint(110, 140, (3, 64, 2), dtype=torch.uint8, generator=generator)
     stored = {"_blocks": blocks[1], "_scales": scales[1]}
     rows = FORMS[forms.FLOAT4_BLOCKS].rows(StoredWeight("mxfp4", 4, 32), (64, 64), stored)
-    # theirs are [experts, K, N]
+    # transformers' tensors are [experts, K, N]
     wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[1].t()
     assert torch.equal(rows.dequantised(), wanted)
 
 
-# ---- what is left out, and by which name --------------------------------------------------------
+# ---- modules that stay plain, and their names ---------------------------------------------------
 
 
-def test_modules_that_the_files_hold_as_they_are(tmp_path: Path) -> None:
+def test_modules_that_are_stored_plain_are_read(tmp_path: Path) -> None:
     """Ignore lists, a quantised head, and one part of a merged layer that is plain."""
     form = replace(FORMATS["packed"], left_out=("v_proj", "layers.1.mlp.down_proj"))
     quantised, plain = writers.write(tmp_path, form)
@@ -165,8 +164,8 @@ def test_modules_that_the_files_hold_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_parts_of_a_layer_that_differ_are_products_of_their_own(tmp_path: Path) -> None:
-    """In their kind, their groups, or the order of their inputs."""
+def test_parts_of_a_layer_that_differ_are_separate_products(tmp_path: Path) -> None:
+    """They differ in bits, in the size of groups, or in the order of inputs."""
     sizes = {"q_proj": FORMATS["gptq"], "k_proj": gptq(4, 16), "gate_proj": gptq(8, 32)}
 
     def writer(module: str, weight: torch.Tensor) -> tuple[writers.Tensors, torch.Tensor]:
@@ -177,10 +176,10 @@ def test_parts_of_a_layer_that_differ_are_products_of_their_own(tmp_path: Path) 
     quantised, plain = writers.write(tmp_path, Format(writer, config))
     model = assert_near(quantised, plain, 0.08)
     kinds = [type(m.weight) for m in model.modules() if isinstance(m, Linear)]
-    assert kinds.count(PackedParts) == 4  # of both layers, queries, keys and values; gate and up
+    assert kinds.count(PackedParts) == 4  # in both layers: queries, keys and values; gate and up
 
 
-def test_groups_by_name_pattern_and_class(tmp_path: Path) -> None:
+def test_config_groups_apply_by_name_pattern_and_class(tmp_path: Path) -> None:
     words, eights = FORMATS["packed"], FORMATS["float channel"]
 
     def writer(module: str, weight: torch.Tensor) -> tuple[writers.Tensors, torch.Tensor]:
@@ -202,7 +201,7 @@ def test_groups_by_name_pattern_and_class(tmp_path: Path) -> None:
     assert read is not None and read.excludes("lm_head") and not read.excludes("model.lm_head")
 
 
-def test_gptq_with_sizes_by_pattern(tmp_path: Path) -> None:
+def test_gptq_sizes_apply_by_pattern(tmp_path: Path) -> None:
     small, large = gptq(4, 32), gptq(8, 16)
 
     def writer(module: str, weight: torch.Tensor) -> tuple[writers.Tensors, torch.Tensor]:
@@ -214,7 +213,7 @@ def test_gptq_with_sizes_by_pattern(tmp_path: Path) -> None:
     assert_same(exact_model(quantised), exact_model(plain))
 
 
-def test_the_config_of_an_old_quantiser_stands_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_a_separate_quantize_config_file_is_read(tmp_path: Path) -> None:
     quantised, plain = writers.write(tmp_path, FORMATS["gptq ordered"])
     config = quantised / "config.json"
     raw = json.loads(config.read_text())
@@ -228,7 +227,7 @@ def test_the_config_of_an_old_quantiser_stands_in_a_file_of_its_own(tmp_path: Pa
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "phi3", "qwen3_moe"])
-def test_biases_fused_layers_and_experts(model_type: str, tmp_path: Path) -> None:
+def test_biases_fused_layers_and_experts_are_dequantised(model_type: str, tmp_path: Path) -> None:
     """Phi 3's queries, keys and values are one module; GPT-2's plain weights are transposed."""
     more: dict[str, Any] = {}
     form = replace(gptq(4, 32, symmetric=False), left_out=("lm_head", "wte", "wpe", "mlp.gate."))
@@ -259,13 +258,13 @@ def test_biases_fused_layers_and_experts(model_type: str, tmp_path: Path) -> Non
     assert_same(exact_model(quantised), exact_model(plain))
 
 
-def test_a_class_of_transformers(tmp_path: Path) -> None:
+def test_transformers_classes_read_quantised_weights(tmp_path: Path) -> None:
     quantised, plain = writers.write(tmp_path, FORMATS["gptq ordered"], "stablelm")
     assert_same(exact_model(quantised), exact_model(plain))
 
 
-def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
-    """All of a layer in one tensor, gates and what they let through in turn."""
+def test_gpt_oss_experts_in_mxfp4_are_dequantised(tmp_path: Path) -> None:
+    """One tensor has all experts of a layer, with alternating rows of gate and up."""
     keep_all = Format(FORMATS["awq"].writer, {"quant_method": "mxfp4"}, ("",))
     sizes = {"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
     quantised, plain = writers.write(tmp_path, keep_all, "gpt_oss", head_dim=16, **sizes)
@@ -283,7 +282,7 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize("name", ["gptq ordered", "float blocks", "mxfp4"])
-def test_the_next_start_maps_them(
+def test_the_next_start_maps_cached_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantised, _ = writers.write(tmp_path, FORMATS[name])
@@ -306,14 +305,14 @@ def assert_same(got: torch.nn.Module, wanted: torch.nn.Module) -> None:
         assert torch.equal(ours, theirs), path
 
 
-def assert_near(quantised: Path, plain: Path, most_error: float) -> torch.nn.Module:
-    """Load a model as it is stored; its logits differ by what activations are rounded to."""
+def assert_near(quantised: Path, plain: Path, max_error: float) -> torch.nn.Module:
+    """Load a model in its stored format. Its logits differ by the rounding of activations."""
     spec = load_spec(quantised)
     model = load_model(quantised, spec, torch.float32, CPU)
     wanted = torch.cat(run_paged(exact_model(plain), load_spec(plain), *WHOLE, dtype=torch.float64))
     got = torch.cat(run_paged(model, spec, *WHOLE))
     error = ((got - wanted).norm() / wanted.norm()).item()
-    assert 0 < error < most_error, error
+    assert 0 < error < max_error, error
     return model
 
 
@@ -345,7 +344,7 @@ BROKEN: list[tuple[str, str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "end", "tensor", "message"), BROKEN, ids=str)
-def test_tensors_that_do_not_fit(
+def test_invalid_tensors_are_refused(
     name: str, end: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
 ) -> None:
     quantised, _ = writers.write(tmp_path, FORMATS[name])
@@ -397,13 +396,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=str)
-def test_refused_by_name_and_value(config: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused_by_field_and_value(
+    config: dict[str, Any], message: str
+) -> None:
     raw = LLAMA | {"model_type": "llama", "quantization_config": config}
     with pytest.raises(ModelError, match=message):
         parse_spec(raw).check()
 
 
-def test_a_second_rounding_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quantising_a_second_time_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     quantised, _ = writers.write(tmp_path, FORMATS["awq"])
     formats = weight_formats(ModelConfig(quantization="int8"))
     if core() is None:
@@ -414,8 +417,8 @@ def test_a_second_rounding_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 # ---- as they are stored ------------------------------------------------------------------------
 
-# Activations become int8 beside integers; beside fp8 they stay what they are.
-MOST_ERROR = {"float": 0.001, "fbgemm": 0.001, "modelopt": 0.001}
+# Activations are rounded to int8 for integer weights, and not rounded for fp8 weights.
+MAX_ERROR = {"float": 0.001, "fbgemm": 0.001, "modelopt": 0.001}
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -423,7 +426,7 @@ MOST_ERROR = {"float": 0.001, "fbgemm": 0.001, "modelopt": 0.001}
 def test_weights_stay_quantised(name: str, tmp_path: Path) -> None:
     quantised, plain = writers.write(tmp_path, FORMATS[name])
     spec, dtype = load_spec(quantised), torch.float32
-    model = assert_near(quantised, plain, MOST_ERROR.get(name.split()[0], 0.08))
+    model = assert_near(quantised, plain, MAX_ERROR.get(name.split()[0], 0.08))
     for layer in model.modules():
         if isinstance(layer, Linear):
             assert isinstance(layer.weight, PackedWeight)
@@ -437,7 +440,7 @@ def test_weights_stay_quantised(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gptq ordered", "awq", "float blocks"])
-def test_linear_attention_whose_gates_stay_plain(name: str, tmp_path: Path) -> None:
+def test_linear_attention_with_plain_gates_is_read(name: str, tmp_path: Path) -> None:
     """Their rows are too few for blocks, so quantisers leave them out."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
     sizes |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 4}
@@ -450,8 +453,8 @@ def test_linear_attention_whose_gates_stay_plain(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["float blocks", "gptq ordered", "packed"])
-def test_latent_attention_reads_its_heads_in_the_dtype(name: str, tmp_path: Path) -> None:
-    """The module of all heads is dequantised and cut by head; its blocks do not end with heads."""
+def test_latent_attention_dequantises_its_heads(name: str, tmp_path: Path) -> None:
+    """The module of all heads is dequantised and cut by head, because blocks span heads."""
     sizes = {
         "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64,
         "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 14, "qk_rope_head_dim": 32,

@@ -1,4 +1,4 @@
-"""Weights that are stored quantised, cut for ranks: they stay the numbers that they were.
+"""Quantised weights that are split over ranks keep their numbers.
 
 Covers `models/quantised/cutting.py`, `models/quantised/tensors.py` and `models/gguf/weights.py`.
 """
@@ -33,29 +33,28 @@ INNER = 128  # so that two ranks have whole groups of 32
 
 
 def numbers_of(layer: Linear) -> torch.Tensor:
-    """What a layer multiplies by: its products with unit vectors times 127, of which nothing is
-    rounded."""
+    """Return a layer's weights: its products with unit vectors times 127, which round nothing."""
     inputs = layer.weight.shape[1]
     return linear(torch.eye(inputs) * 127, layer.weight).T / 127
 
 
-def check_kept(path: Path, group: RankGroup) -> int:
-    """Compare what a rank keeps as it is stored with the same computed; returns how many are."""
+def check_quantised(path: Path, group: RankGroup) -> int:
+    """Compare a rank's quantised weights with dequantised ones; return how many are quantised."""
     spec, place = load_spec(path), RankPlace(group)
-    kept = load_model(path, spec, torch.float32, CPU, LoadOptions(place=place))
+    quantised = load_model(path, spec, torch.float32, CPU, LoadOptions(place=place))
     in_dtype = LoadOptions(formats=IN_THE_DTYPE, place=place)
-    computed = dict(load_model(path, spec, torch.float64, CPU, in_dtype).named_modules())
+    dequantised = dict(load_model(path, spec, torch.float64, CPU, in_dtype).named_modules())
     count = 0
-    for name, layer in kept.named_modules():
+    for name, layer in quantised.named_modules():
         if isinstance(layer, Linear) and isinstance(layer.weight, PackedWeight | PackedParts):
-            wanted = computed[name].weight
+            wanted = dequantised[name].weight
             torch.testing.assert_close(numbers_of(layer).double(), wanted, rtol=1e-5, atol=1e-6)
             count += layer.weight.format != "float32"
     return count
 
 
 def compare(path: Path, size: int = 2) -> None:
-    """Compare the logits of ranks with those of one, in float64."""
+    """Compare the logits of ranks with those of one rank, in float64."""
     spec = load_spec(path)
     (wanted,) = run_ranks(1, lambda group: logits_of(path, spec, group))
     for found in run_ranks(size, lambda group: logits_of(path, spec, group)):
@@ -63,26 +62,26 @@ def compare(path: Path, size: int = 2) -> None:
             torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
 
-# Slow: those that are cut as another one is.
+# Slow: formats that are split like a quick one.
 QUICK = ("gptq ordered", "awq", "float blocks", "mxfp4")
 
 
 @needs_core
 @pytest.mark.parametrize("name", slow_but(FORMATS, *QUICK))
-def test_checkpoints_of_quantisers(name: str, tmp_path: Path) -> None:
+def test_ranks_split_quantised_checkpoints(name: str, tmp_path: Path) -> None:
     path, _ = writers.write(tmp_path, FORMATS[name], intermediate_size=INNER)
     compare(path)
-    num_layers = 2 if name.endswith("ordered") else 4  # of ordered inputs a part is computed
+    num_layers = 2 if name.endswith("ordered") else 4  # with ordered inputs, half is dequantised
     for group in thread_groups(2):
-        assert check_kept(path, group) == 2 * num_layers
+        assert check_quantised(path, group) == 2 * num_layers
 
 
 @needs_core
-def test_experts_in_blocks(tmp_path: Path) -> None:
+def test_ranks_split_mxfp4_experts(tmp_path: Path) -> None:
     path, _ = writers.write_gpt_oss(tmp_path, intermediate_size=64)
     compare(path)
     for group in thread_groups(2):
-        assert check_kept(path, group) == 2 * 5 * 2
+        assert check_quantised(path, group) == 2 * 5 * 2
 
 
 EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -92,7 +91,7 @@ OF_TYPE = {
     "glm4": {"head_dim": 16, "pad_token_id": 0},
     "qwen3_moe": EXPERTS | {"head_dim": 16},
     "gpt_oss": EXPERTS | {"num_local_experts": 3, "head_dim": 16},
-    # Files have the value heads in another order, in the columns of a matrix, too.
+    # GGUF files have another order of value heads, also in the columns of a matrix.
     "qwen3_5_text": HYBRID | {"linear_value_head_dim": 32, "linear_key_head_dim": 32},
 }
 
@@ -106,30 +105,30 @@ OF_TYPE = {
         for k, kind in enumerate((Q8_0, Q4_0))
     ],
 )
-def test_gguf_files(model_type: str, kind: int, tmp_path: Path) -> None:
+def test_ranks_split_gguf_files(model_type: str, kind: int, tmp_path: Path) -> None:
     config = writers.SIZES | {"intermediate_size": INNER} | OF_TYPE[model_type]
     config |= {"hidden_size": 64, "intermediate_size": INNER}
     folder = write_own(tmp_path / "checkpoint", model_type, config).directory
     path = convert(folder, tmp_path / "model.gguf", kind)
     compare(path)
     for group in thread_groups(2):
-        assert check_kept(path, group) >= 4
+        assert check_quantised(path, group) >= 4
 
 
 @needs_core
-def test_groups_that_are_not_whole(tmp_path: Path) -> None:
+def test_splitting_a_group_of_inputs_is_refused(tmp_path: Path) -> None:
     """96 inputs in groups of 32 are three groups."""
     path, _ = writers.write(tmp_path, FORMATS["gptq"], intermediate_size=96)
     place = RankPlace(thread_groups(2)[1])
     with pytest.raises(ConfigError, match="groups of 32 inputs. Each of 2 .* has 48 of its 96"):
         load_model(path, load_spec(path), torch.float32, CPU, LoadOptions(place=place))
-    compare(path)  # in the dtype they can be cut anywhere
+    compare(path)  # dequantised weights can be split anywhere
 
 
 @needs_core
 @pytest.mark.parametrize("format", [Quantization("int8", 32), Quantization("int4", 32)])
-def test_ranks_round_as_one_does(format: Quantization, tmp_path: Path) -> None:
-    """Where a rank has whole groups, of int4 four of 32 inputs."""
+def test_ranks_quantise_like_one_rank(format: Quantization, tmp_path: Path) -> None:
+    """Where a rank has whole groups of 32 inputs. int4 needs four of them."""
     path = writers.write(tmp_path, FORMATS["gptq"], intermediate_size=2 * INNER)[1]
     spec, formats = load_spec(path), WeightFormats(format, None)
     whole = load_model(path, spec, torch.float32, CPU, LoadOptions(formats=formats))

@@ -1,4 +1,4 @@
-"""A model that several ranks share, each with a part of all layers, against the same on one rank.
+"""Tensor parallelism: ranks that each have a part of every layer, compared with one rank.
 
 Covers `models/checkpoint/sources.py`, and `models/families/olmo2.py`.
 """
@@ -40,7 +40,7 @@ from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_s
 from tests.support.models.quick import KINDS
 from tests.support.models.ranks import logits_of
 
-# What only two can share: models with two heads, or with two or six value heads.
+# Variants for at most two ranks: models with two heads, or with two or six value heads.
 FOR_TWO = (
     "phi3_long",
     "phi3_short",
@@ -55,20 +55,20 @@ AMONG_TWO = ("llama_tied", "llama_multi_query", "opt_350m")
 
 
 def variants_and_sizes() -> list[Any]:
-    """Each variant among 2 and among 4 ranks; in `make test` a variant of each kind of layer
-    among as many as can share it, and a few others among 2."""
-    stand = {*KINDS, "glm4_moe_lite"}
+    """Return each variant with 2 and with 4 ranks. `make test` runs a variant of each kind of layer
+    with the most ranks, and a few others with 2."""
+    representatives = {*KINDS, "glm4_moe_lite"}
     found = []
     for name in VARIANTS:
         sizes = (2,) if name in FOR_TWO else (2, 4)
         for size in sizes:
-            is_quick = name in stand if size == sizes[-1] else name in AMONG_TWO
+            is_quick = name in representatives if size == sizes[-1] else name in AMONG_TWO
             found.append(pytest.param(name, size, marks=[] if is_quick else pytest.mark.slow))
     return found
 
 
 @pytest.mark.parametrize(("variant", "size"), variants_and_sizes())
-def test_ranks_compute_what_one_does(variant: str, size: int, tmp_path: Path) -> None:
+def test_ranks_match_one_rank(variant: str, size: int, tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
     (wanted,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group))
     for found in run_ranks(size, lambda group: logits_of(tmp_path, spec, group)):
@@ -80,10 +80,10 @@ MIXTURES = ("qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next")
 
 
 @pytest.mark.parametrize(("form", "variant"), in_turn(("apart", "stacked"), tuple(MIXTURES)))
-def test_ranks_with_whole_experts(
+def test_ranks_with_whole_experts_match_one_rank(
     variant: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a CPU has experts, and as a GPU has them."""
+    """With lists of experts as on a CPU, and stacked as on a GPU."""
     if form == "stacked":
         monkeypatch.setattr(
             "quire.models.parts.experts.experts_class", lambda device: experts.StackedExperts
@@ -101,7 +101,7 @@ def test_ranks_with_whole_experts(
             torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
 
-def test_random_numbers_of_whole_experts(tmp_path: Path) -> None:
+def test_dummy_whole_experts_match_one_rank(tmp_path: Path) -> None:
     model_type, config = VARIANTS["qwen3_moe"]
     spec = write_own(tmp_path, model_type, config | {"num_experts": 6}).spec
 
@@ -122,10 +122,9 @@ def test_random_numbers_of_whole_experts(tmp_path: Path) -> None:
         for is_dummy in (False, True)
     ],
 )
-def test_experts_side_by_side(
+def test_ranks_with_stacked_experts_match_one_rank(
     variant: str, is_dummy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As GPUs have them."""
     monkeypatch.setattr(experts, "experts_class", lambda _: experts.StackedExperts)
     spec = write_checkpoint(tmp_path, variant).spec
 
@@ -139,7 +138,7 @@ def test_experts_side_by_side(
 
 
 @pytest.mark.parametrize("variant", ["gpt_oss", "gpt2", "qwen3_next", "llama_biases", "qwen3_tied"])
-def test_random_numbers_are_parts_of_those_of_one(variant: str, tmp_path: Path) -> None:
+def test_dummy_weights_of_ranks_match_one_rank(variant: str, tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
     (wanted,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group, is_dummy=True))
     assert max(each.std() for each in wanted) > 0
@@ -148,7 +147,7 @@ def test_random_numbers_are_parts_of_those_of_one(variant: str, tmp_path: Path) 
             torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
 
-def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:
+def test_one_rank_runs_no_collectives(tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, "olmo2").spec
     with record_ops() as record:
         (logits,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group))[:1]
@@ -160,8 +159,8 @@ def test_one_rank_exchanges_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["authors", "own_embedding", "all_ids"])
 @torch.inference_mode()
-def test_heads_that_guess(name: str, tmp_path: Path) -> None:
-    """EAGLE-3: each rank has the logits of its part of the target's tokens."""
+def test_eagle3_heads_on_ranks_match_one_rank(name: str, tmp_path: Path) -> None:
+    """Each rank has the logits of its part of the target's vocabulary."""
     shape: HeadShape = SHAPES[name]
     write_head(tmp_path, shape)
     spec = head_spec(tmp_path, target_spec(hidden_size=shape.target_size))
@@ -169,7 +168,7 @@ def test_heads_that_guess(name: str, tmp_path: Path) -> None:
     table = torch.randn(shape.vocab, LAYER["hidden_size"])
     read_TF = torch.randn(len(TOKENS) - 1, len(head_options(spec).reads) * shape.target_size)
 
-    def guess(group: RankGroup) -> torch.Tensor:
+    def draft_logits(group: RankGroup) -> torch.Tensor:
         options = LoadOptions(place=RankPlace(group))
         head = load_model(tmp_path, spec, torch.float64, CPU, options)
         assert isinstance(head, Eagle3)
@@ -188,14 +187,14 @@ def test_heads_that_guess(name: str, tmp_path: Path) -> None:
             found.append(parts.transpose(0, 1).flatten(1)[:, : shape.vocab])
         return torch.cat(found)
 
-    (wanted,) = run_ranks(1, guess)
+    (wanted,) = run_ranks(1, draft_logits)
     assert wanted.isfinite().any()
     for size in (2, 4):
-        for found in run_ranks(size, guess):
+        for found in run_ranks(size, draft_logits):
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-# ---- what is read ----------------------------------------------------------------------------
+# ---- what a rank reads -----------------------------------------------------------------------
 
 LARGE = LLAMA | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1003}
 WIDE = {"head_dim": 32, "linear_value_head_dim": 32, "linear_key_head_dim": 32}
@@ -210,10 +209,10 @@ TYPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_rank_reads_its_part_alone(
+def test_a_rank_reads_only_its_part(
     model_type: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all bytes at most 1.05 / N, whether files are safetensors or GGUF."""
+    """At most 1.05 / N of all bytes, from safetensors and from GGUF files."""
     config = TYPES[model_type] | {"num_key_value_heads": 4, "linear_num_key_heads": 4}
     folder = write_own(tmp_path / "model", model_type, config).directory
     taken, num_bytes = Source.taken, 0
@@ -259,7 +258,7 @@ def test_a_rank_reads_its_part_alone(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_bytes_are_foretold(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_planned_bytes_equal_the_bytes_of_ranks(dtype: torch.dtype, tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, "qwen3_moe_some").spec
     for group in thread_groups(2):
         model = load_model(tmp_path, spec, dtype, CPU, LoadOptions(place=RankPlace(group)))
@@ -282,7 +281,7 @@ def test_each_rank_has_a_cache_entry_of_its_own(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("*.weights"))) == 3
 
 
-def test_a_tied_head_is_compared_by_the_rank_that_has_it(tmp_path: Path) -> None:
+def test_each_rank_checks_its_part_of_a_tied_head(tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, "llama_tied").spec
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -295,7 +294,7 @@ def test_a_tied_head_is_compared_by_the_rank_that_has_it(tmp_path: Path) -> None
         load_model(tmp_path, spec, torch.float32, CPU, second)
 
 
-# ---- what cannot be shared -------------------------------------------------------------------
+# ---- what cannot be divided ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -319,7 +318,7 @@ def test_a_tied_head_is_compared_by_the_rank_that_has_it(tmp_path: Path) -> None
         ("qwen3_5_text", {"linear_num_value_heads": 6}, 4, "linear_num_value_heads, which is 6"),
     ],
 )
-def test_sizes_that_cannot_be_shared(
+def test_sizes_that_ranks_cannot_divide_are_refused(
     model_type: str, change: dict[str, Any], size: int, message: str
 ) -> None:
     base = HYBRID if model_type == "qwen3_5_text" else LLAMA
@@ -328,7 +327,7 @@ def test_sizes_that_cannot_be_shared(
         spec.of_ranks(size)
 
 
-def test_whole_experts_that_cannot_be_shared() -> None:
+def test_the_ranks_must_divide_the_number_of_whole_experts() -> None:
     spec = parse_spec(LLAMA | {"model_type": "mixtral", "num_local_experts": 5})
     with pytest.raises(ConfigError, match="=2 does not divide num_experts.*, which is 5"):
         spec.of_ranks(2, has_whole_experts=True)
@@ -341,7 +340,7 @@ def test_whole_experts_that_cannot_be_shared() -> None:
     assert whole.experts.inner_size == shared.experts.inner_size * 2
 
 
-def test_whole_experts_take_as_much_of_each_rank(tmp_path: Path) -> None:
+def test_whole_experts_are_spread_evenly(tmp_path: Path) -> None:
     config = TYPES["mixtral"] | {"num_key_value_heads": 4}
     folder = write_own(tmp_path / "model", "mixtral", config).directory
     spec = load_spec(folder)
@@ -354,7 +353,7 @@ def test_whole_experts_take_as_much_of_each_rank(tmp_path: Path) -> None:
         assert whole / 2 / 1.05 < model_bytes(model) < 1.05 * whole / 2
 
 
-def test_classes_of_transformers_cannot_be_shared(tmp_path: Path) -> None:
+def test_transformers_classes_refuse_tensor_parallelism(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     spec = model_spec(tmp_path, "transformers")
     with pytest.raises(ConfigError, match="class of transformers.*remove tensor_parallel_size=2"):
@@ -362,16 +361,18 @@ def test_classes_of_transformers_cannot_be_shared(tmp_path: Path) -> None:
 
 
 class Foreign(Decoder):
-    """Another package's."""
+    """A model class of another package."""
 
 
 class Sharing(Decoder):
-    """One that says so."""
+    """A model class that declares `shares_layers`."""
 
     shares_layers = True
 
 
-def test_classes_of_other_packages_say_whether_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_of_other_packages_must_declare_shares_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spec = parse_spec(LLAMA | {"model_type": "theirs"})
     place = RankPlace(thread_groups(2)[0])
     monkeypatch.setattr(registry, "model_class", lambda _: Foreign)
@@ -381,7 +382,7 @@ def test_classes_of_other_packages_say_whether_they_can(monkeypatch: pytest.Monk
     assert registry.can_share(spec)
 
 
-def test_numbers_of_a_rank(tmp_path: Path) -> None:
+def test_the_spec_of_a_rank_has_its_share_of_sizes(tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, "qwen3_next").spec
     own = spec.of_ranks(4)
     assert (own.num_heads, own.num_kv_heads, own.vocab_size) == (1, 1, spec.vocab_size)
@@ -393,7 +394,7 @@ def test_numbers_of_a_rank(tmp_path: Path) -> None:
     assert spec.of_ranks(1) is spec
 
 
-def test_cuts() -> None:
+def test_cuts_give_each_rank_its_range() -> None:
     assert [cut_evenly(6, r, 3, "x") for r in range(3)] == [Cut(6, r, 2) for r in (0, 2, 4)]
     repeated = [cut_or_repeat(2, r, 4, "x").first for r in range(4)]
     assert repeated == [0, 0, 1, 1]

@@ -21,8 +21,8 @@ TOLERANCE = {"reference": 1e-10, "torch": 1e-4, "cpu": 1e-4}
 
 
 @pytest.mark.parametrize("variant", one_of_each_kind())
-def test_states_are_those_that_enter_layers(variant: str, tmp_path: Path) -> None:
-    """In float64, in float32, and by the core's program; the last one after all layers."""
+def test_recorded_layer_inputs_match_transformers(variant: str, tmp_path: Path) -> None:
+    """In float64, in float32, and in the core's program. The last state follows all layers."""
     spec = write_checkpoint(tmp_path, variant).spec
     layers = list(range(spec.num_layers + 1))
     with WholePrecision(), torch.inference_mode():
@@ -44,27 +44,27 @@ def test_states_are_those_that_enter_layers(variant: str, tmp_path: Path) -> Non
         for each, state in zip(found[:-1], wanted[:-1], strict=True):
             limit = TOLERANCE[name] * state.abs().max().item()
             torch.testing.assert_close(each.double(), state[0], rtol=0, atol=limit)
-        if spec.model_type != "opt":  # a projection may stand behind its last norm
+        if spec.model_type != "opt":  # a projection may follow its last norm
             last = ours.norm(found[-1].to(dtype))
             last = last[0] if isinstance(last, tuple) else last
             torch.testing.assert_close(last, out_TD, rtol=1e-4, atol=1e-4)
 
 
-def test_memory_stays_where_it_was_asked_to(tmp_path: Path) -> None:
+def test_recorded_inputs_stay_at_one_address(tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, "llama").spec
     model = load_model(tmp_path, spec, torch.float32, CPU)
     model.record_layer_inputs([1], max_tokens=20)
-    backend, places = make_backend("torch", make_layout(spec, 8, 4)), set()
+    backend, addresses = make_backend("torch", make_layout(spec, 8, 4)), set()
     for count in (3, 13, 1):
         step = make_step([RowPart(0, count, ([0, 1, 2, 3],))], 4)
         backend.prepare(step)
         model(torch.tensor(TOKENS[:count]), step.positions_T, backend)
         assert model.recorded_inputs(count).shape == (count, spec.hidden_size)
-        places.add(model.recorded_inputs(count).data_ptr())
-    assert len(places) == 1
+        addresses.add(model.recorded_inputs(count).data_ptr())
+    assert len(addresses) == 1
 
 
-def test_a_class_of_transformers_shows_nothing() -> None:
+def test_transformers_classes_refuse_to_record_inputs() -> None:
     model = TransformersModel.__new__(TransformersModel)
     with pytest.raises(ModelError, match="does not expose: .* another method"):
         model.record_layer_inputs([1])

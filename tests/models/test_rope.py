@@ -1,5 +1,5 @@
-"""Rotary embeddings that pair neighbours or turn a part of each head, by an order of rows. Also
-rotary embeddings with separate factors for long lengths.
+"""Rotary embeddings that are interleaved or partial, through an order of rows. Also longrope, with
+separate factors for long lengths.
 
 Covers `spec/rope_options.py`.
 """
@@ -21,10 +21,10 @@ from tests.support.models.checkpoints import exact_logits, random_tokens, write_
 from tests.support.models.paged_forward import CPU, run_paged
 
 
-def turned_by_pairs(
+def rotated_by_pairs(
     x_TNH: torch.Tensor, angles_TE: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
-    """By complex numbers, with the checkpoint's own order of dimensions."""
+    """Rotate by complex numbers, in the checkpoint's own order of dimensions."""
     out, half = x_TNH.clone(), angles_TE.shape[1]
     for e in range(half):
         i, j = (2 * e, 2 * e + 1) if interleaved else (e, e + half)
@@ -36,7 +36,7 @@ def turned_by_pairs(
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [12, 8, 2])
-def test_dot_products_are_those_of_the_pairs(rotated: int, interleaved: bool) -> None:
+def test_dot_products_match_rotated_pairs(rotated: int, interleaved: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     q, k = torch.randn(2, 7, 3, 12, generator=generator, dtype=torch.float64)
     options = RopeOptions("default", 100.0, rotated, scale=1.0)
@@ -44,7 +44,7 @@ def test_dot_products_are_those_of_the_pairs(rotated: int, interleaved: bool) ->
     assert (frequencies > 0).sum() == rotated // 2
     positions = torch.arange(7)
     angles_TE = positions[:, None] * frequencies[: rotated // 2]
-    wanted_q, wanted_k = (turned_by_pairs(each, angles_TE, interleaved) for each in (q, k))
+    wanted_q, wanted_k = (rotated_by_pairs(each, angles_TE, interleaved) for each in (q, k))
     order = head_order(12, rotated, interleaved=interleaved)
     assert (order is None) == (rotated == 12 and not interleaved)
     order = torch.arange(12) if order is None else order
@@ -55,25 +55,25 @@ def test_dot_products_are_those_of_the_pairs(rotated: int, interleaved: bool) ->
     assert rows_of_heads(order, 2).tolist() == [*order.tolist(), *(12 + order).tolist()]
 
 
-def test_what_is_not_turned_is_not_scaled() -> None:
+def test_dimensions_without_rotation_are_not_scaled() -> None:
     frequencies = rope_frequencies(RopeOptions("default", 100.0, 4), 8)
     x = torch.ones(1, 1, 8, dtype=torch.float64)
     got = rotary(x, rotary_rows(torch.zeros(1, dtype=torch.int64), frequencies, 3.0, x.dtype))
     assert got.flatten().tolist() == [3.0, 3.0, 1.0, 1.0, 3.0, 3.0, 1.0, 1.0]
 
 
-def test_the_part_that_is_turned() -> None:
+def test_partial_rotary_factor_sets_the_rotated_dimensions() -> None:
     assert rope_options(Fields({}), 64, 128, default_part=0.25).rotated == 16
     inner = Fields({"rope_parameters": {"partial_rotary_factor": 0.5}})
     assert rope_options(inner, 64, 128, default_part=0.25).rotated == 32
 
 
-# ---- longrope: one choice for an engine ------------------------------------------------------
+# ---- longrope: one choice per engine ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def long_and_short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A phi3 that was trained with 24 tokens, and goes up to 128."""
+    """Write a phi3 that was trained with 24 tokens, and extends to 128."""
     folder: Path = tmp_path_factory.mktemp("phi3") / "model"
     write_checkpoint(folder, "phi3_long")
     path = folder / "config.json"
@@ -92,8 +92,8 @@ def served_logits(folder: Path, served: int | None, tokens: list[int]) -> torch.
 def test_the_served_length_chooses_the_factors(
     long_and_short: Path, served: int | None, as_far_as: int
 ) -> None:
-    """As transformers does for a prompt of that length; all prompts of an engine are turned
-    alike, so shorter ones differ from it where long ones are served."""
+    """transformers chooses by the length of each prompt. An engine uses one choice for all prompts,
+    so short ones differ from transformers where long ones are served."""
     tokens, short = random_tokens(as_far_as, 16)
     wanted, wanted_short = exact_logits(long_and_short, [tokens, short])
     torch.testing.assert_close(
@@ -103,18 +103,21 @@ def test_the_served_length_chooses_the_factors(
     assert torch.allclose(got, wanted_short, rtol=1e-10, atol=1e-10) == (as_far_as == 24)
 
 
-def test_what_turns_keys_otherwise_is_another_model(long_and_short: Path) -> None:
-    """To a cache that outlives the engine; lengths of the same side are one."""
+def test_the_choice_of_factors_changes_the_identity(long_and_short: Path) -> None:
+    """A persistent cache must not mix keys of both choices. Lengths on one side of the limit share
+    an identity."""
     spec = load_spec(long_and_short)
     short, edge, beyond = (spec.served_up_to(length) for length in (9, 24, 25))
     assert short.identity == edge.identity != beyond.identity == spec.identity
 
 
 @pytest.mark.parametrize(("served", "is_long"), [(24, False), (40, True), (None, True)])
-def test_an_engine_tells_its_model(long_and_short: Path, served: int | None, is_long: bool) -> None:
+def test_max_model_len_chooses_the_factors_of_an_engine(
+    long_and_short: Path, served: int | None, is_long: bool
+) -> None:
     tokens = random_tokens(20)[0]
-    asked = {"max_model_len": served, "dtype": "float64", "attention_backend": "torch"}
-    with LLM(str(long_and_short), disable_log_stats=True, **asked) as llm:
+    settings = {"max_model_len": served, "dtype": "float64", "attention_backend": "torch"}
+    with LLM(str(long_and_short), disable_log_stats=True, **settings) as llm:
         assert llm.engine.spec.is_long == is_long
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         (output,) = llm.generate([tokens], params, use_tqdm=False)

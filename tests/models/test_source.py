@@ -1,4 +1,4 @@
-"""Finding a model by name."""
+"""Names of models are resolved to directories."""
 
 import subprocess
 import sys
@@ -19,12 +19,12 @@ from quire.tools.bench.tokens import LocalTokens
 from tests.support.models.quick import slow_if_large
 
 
-def test_directory(tmp_path: Path) -> None:
+def test_a_directory_is_resolved(tmp_path: Path) -> None:
     source = resolve_model(str(tmp_path))
     assert (source.directory, source.load_format, source.name) == (tmp_path, "auto", tmp_path.name)
 
 
-def test_demo() -> None:
+def test_the_demo_model_is_resolved() -> None:
     source = resolve_model("demo")
     assert source.directory.name == "demo"
     assert source.name == "demo"
@@ -47,7 +47,7 @@ SIZES = {
     "qwen3-8b": 8191,
     "qwen3-30b-a3b": 30532,
     "qwen3-next-80b-a3b": 80_000,
-    "qwen3.5-0.8b": 752,  # without what reads images
+    "qwen3.5-0.8b": 752,  # without the vision tower
     "llama-3.1-8b": 8030,
     "llama-3.2-1b": 1236,
     "llama-3.2-3b": 3213,
@@ -88,25 +88,27 @@ def test_shapes_have_the_published_size(name: str) -> None:
     assert model_bytes(model) / 1e6 == pytest.approx(SIZES[name], rel=0.01)
 
 
-def test_unknown_shape() -> None:
+def test_an_unknown_shape_is_refused() -> None:
     with pytest.raises(ModelError, match="no shape 'huge'; the shapes are deepseek-v2-lite,"):
         resolve_model("shape:huge")
 
 
 @pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "a/b/c", "~/nothing-here"])
-def test_missing_directory(name: str) -> None:
+def test_a_missing_directory_is_refused(name: str) -> None:
     with pytest.raises(ModelNotFound, match="no directory .*`demo`"):
         resolve_model(name)
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_a_file_is_refused_as_a_model(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(ModelNotFound, match="is a file"):
         resolve_model(str(file))
 
 
-def test_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_downloads_are_limited_to_listed_patterns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     calls = []
 
     def download(name: str, **options: object) -> str:
@@ -126,7 +128,7 @@ def test_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert calls[1][1]["allow_patterns"] == ["config.json"]
 
 
-def test_a_tokenizer_of_its_own_comes_without_weights(
+def test_a_separate_tokenizer_is_downloaded_without_weights(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """For a server's front end (--tokenizer) and for `quire bench serve --tokenizer`."""
@@ -145,7 +147,7 @@ def test_a_tokenizer_of_its_own_comes_without_weights(
         assert "*.json" in patterns and "*.safetensors" not in patterns
 
 
-def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(name: str, **options: object) -> str:
         raise LocalEntryNotFoundError("the hub cannot be reached\nmore text")
 
@@ -154,7 +156,7 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_model("owner/some-model")
 
 
-def test_no_torch() -> None:
+def test_importing_the_module_does_not_import_torch() -> None:
     unwanted = "{'torch', 'huggingface_hub'} & set(sys.modules)"
     code = f"import sys, quire.models.checkpoint.source; assert not {unwanted}"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,5 +1,5 @@
-"""A model in stages, each with some of the layers and memory of its own, against the whole: also
-`models/families/opt.py`, which is no `Decoder`."""
+"""Pipeline stages, each with some of the layers and its own memory, compared with the whole model.
+Covers `models/families/opt.py`, which is no `Decoder`, too."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def stage_of(
 def logits_by(
     models: list[Model], spec: ModelSpec, backend: str, dtype: torch.dtype = FLOAT
 ) -> torch.Tensor:
-    """Logits [T, V] of a sequence that goes through the stages in some steps."""
+    """Return the logits [T, V] of a sequence that passes through the stages in several steps."""
     num = len(models)
     specs = [spec.of_stage(stage, num) for stage in range(num)]
     backends = [make_backend(backend, make_layout(each, 9, BLOCK, dtype)) for each in specs]
@@ -63,15 +63,15 @@ def logits_by(
 
 
 def variants_and_backends() -> list[Any]:
-    """One variant of each type, by torch in 2 stages and by the core in as many as it has layers,
-    or the other way round; all of the rest is slow."""
-    stand = KINDS
+    """Return variants, backends, and whether there are two stages. Quick are torch in 2 stages and
+    the core in one stage per layer, or the other way round, for one variant of each kind."""
+    representatives = KINDS
     return [
         pytest.param(
             name,
             backend,
             in_two,
-            marks=[] if name in stand and in_two == (v % 2 == b) else pytest.mark.slow,
+            marks=[] if name in representatives and in_two == (v % 2 == b) else pytest.mark.slow,
         )
         for v, name in enumerate(VARIANTS)
         for b, backend in enumerate(("torch", "cpu"))
@@ -80,11 +80,10 @@ def variants_and_backends() -> list[Any]:
 
 
 @pytest.mark.parametrize(("variant", "backend", "in_two"), variants_and_backends())
-def test_stages_compute_what_the_whole_computes(
+def test_stages_have_the_bits_of_the_whole_model(
     variant: str, backend: str, in_two: bool, tmp_path: Path
 ) -> None:
-    """To the bit, in float64 and by the core's programs; with as many stages as there are layers
-    some of the cache groups are empty."""
+    """In float64, and in the core's programs. With one stage per layer, some groups are empty."""
     spec = write_checkpoint(tmp_path, variant).spec
     dtype = torch.float64 if backend == "torch" else FLOAT
     num = 2 if in_two else spec.num_layers
@@ -95,7 +94,7 @@ def test_stages_compute_what_the_whole_computes(
 
 
 @pytest.mark.parametrize("variant", ["llama_tied", "gpt2", "opt_350m", "qwen3_next", "mixtral"])
-def test_random_numbers_of_stages_are_those_of_the_whole(variant: str, tmp_path: Path) -> None:
+def test_dummy_weights_of_stages_match_the_whole_model(variant: str, tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
 
     def made(place: RankPlace) -> Model:
@@ -107,7 +106,7 @@ def test_random_numbers_of_stages_are_those_of_the_whole(variant: str, tmp_path:
     assert torch.equal(logits_by(stages, spec, "torch", torch.float64), wanted)
 
 
-def test_layers_are_shared_evenly_and_the_last_stage_has_no_more() -> None:
+def test_layers_are_divided_evenly_and_the_last_stage_has_fewest() -> None:
     for num_layers in range(1, 12):
         for num in range(1, num_layers + 1):
             parts = [layers_of_stage(num_layers, stage, num) for stage in range(num)]
@@ -118,8 +117,8 @@ def test_layers_are_shared_evenly_and_the_last_stage_has_no_more() -> None:
 
 
 @pytest.mark.parametrize("variant", ["llama_tied", "qwen3", "gpt2", "opt_350m", "gpt_neox"])
-def test_a_stage_has_its_own_parts_only(variant: str, tmp_path: Path) -> None:
-    """Besides, a tied table is on the last stage, too."""
+def test_a_stage_has_only_its_own_parts(variant: str, tmp_path: Path) -> None:
+    """A tied table is on the last stage, too."""
     spec = write_checkpoint(tmp_path, variant).spec
     stages = [
         empty_model(spec, FLOAT, CPU, RankPlace(stage=stage, num_stages=2)) for stage in (0, 1)
@@ -133,9 +132,8 @@ def test_a_stage_has_its_own_parts_only(variant: str, tmp_path: Path) -> None:
     assert {len(each.cache_groups) for each in specs} == {len(spec.cache_groups)}
 
 
-def test_each_tensor_is_looked_at_by_one_stage(tmp_path: Path) -> None:
-    """A tensor that nobody asks for, and one that lacks, are told by the stage that has the layer;
-    the others load."""
+def test_each_tensor_is_checked_by_one_stage(tmp_path: Path) -> None:
+    """The stage of the layer reports an unknown or missing tensor. The other stage loads."""
     spec = write_checkpoint(tmp_path, "llama").spec
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -151,7 +149,7 @@ def test_each_tensor_is_looked_at_by_one_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3_next", "gpt2"])
-def test_stages_of_a_gguf_file(variant: str, tmp_path: Path) -> None:
+def test_stages_of_a_gguf_file_match_the_whole_model(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     path = convert(checkpoint.directory, tmp_path / "model.gguf")
     spec = load_spec(path)

@@ -1,4 +1,4 @@
-"""The text part of a checkpoint that reads images as well is the model that transformers runs.
+"""The text part of a checkpoint that also reads images gives transformers' logits.
 
 Covers `spec/model_spec.py` and `models/families/llama4.py`.
 """
@@ -64,10 +64,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("ties", [True, False])
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
-def test_of_qwen3_5(
+def test_the_text_part_of_qwen3_5_matches_transformers(
     kind: str, ties: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has a convolution and a part that guesses more tokens beside its layers."""
+    """The checkpoint also has a convolution and layers for multi-token prediction."""
     own = HYBRID_EXPERTS if kind.endswith("Moe") else HYBRID
     text = own | {"initializer_range": 0.25, TIES: ties, "rms_norm_eps": 1e-3}
     config = getattr(transformers, f"{kind}Config")(
@@ -78,7 +78,7 @@ def test_of_qwen3_5(
     wanted = exact_logits(tmp_path, TOKENS)[0]
     tensors = load_file(tmp_path / WEIGHTS) | {"mtp.fc.weight": torch.ones(2, 2)}
     save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
-    edit(tmp_path, tie_word_embeddings=None)  # the text part says it, too
+    edit(tmp_path, tie_word_embeddings=None)  # the text part's config has it, too
     spec = model_spec(tmp_path)
     assert spec.tie_embeddings == ties and spec.linear_layers
     with caplog.at_level(logging.WARNING, "quire"):
@@ -89,8 +89,8 @@ def test_of_qwen3_5(
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_of_llama4(tmp_path: Path) -> None:
-    """Its images are refused: the engine serves the text part."""
+def test_the_text_part_of_llama4_matches_transformers(tmp_path: Path) -> None:
+    """quire refuses its images, and serves the text part."""
     vision = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 16,
         "num_attention_heads": 2, "patch_size": 8, "vision_output_dim": 16,
@@ -123,8 +123,8 @@ def rename(folder: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new"), [("", ""), ("language_model.model.", "model.language_model.")]
 )
-def test_the_same_logits(folder: Path, old: str, new: str) -> None:
-    """Of a model that reads images, without any."""
+def test_the_text_part_of_gemma3_matches_transformers(folder: Path, old: str, new: str) -> None:
+    """The model reads images; the prompts have none."""
     wanted = exact_logits(folder, TOKENS)[0]
     assert wanted.std() > 0.3
     rename(folder, old, new)
@@ -136,7 +136,7 @@ def test_the_same_logits(folder: Path, old: str, new: str) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_what_the_whole_says_counts(folder: Path) -> None:
+def test_the_whole_models_config_overrides_its_text_part(folder: Path) -> None:
     edit(folder, eos_token_id=[3, 4], torch_dtype="bfloat16", dtype=None)
     spec = load_spec(folder)
     assert (spec.eos_token_ids, spec.dtype) == ((3, 4), "bfloat16")
@@ -148,7 +148,7 @@ def test_unknown_tensors_are_still_refused(folder: Path) -> None:
         load_model(folder, load_spec(folder), torch.float32, CPU)
 
 
-def test_a_stored_head_that_is_not_the_tied_one_is_refused(folder: Path) -> None:
+def test_a_stored_head_that_differs_from_the_tied_one_is_refused(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
     head = tensors["language_model.model.embed_tokens.weight"] + 1
     tensors["language_model.lm_head.weight"] = head

@@ -1,4 +1,4 @@
-"""Models by transformers' own classes over paged memory, against transformers itself.
+"""Models that run by transformers' own classes over paged memory, compared with transformers.
 
 Covers `models/hf/attention.py`, `models/hf/build.py`, `models/hf/watch.py`, `models/hf/names.py`,
 `models/hf/modules.py`, `models/hf/buffers.py`, `models/hf/configs.py`, `models/hf/spec.py`.
@@ -57,20 +57,20 @@ LARGER = {"mixtral", "qwen2_moe", "opt_350m", "gpt2_scaled"}
 @pytest.mark.parametrize(
     "name", slow_but([*OURS, *FAMILIES], *{*OURS, *FAMILIES} - COMPARED - LARGER)
 )
-def test_logits_are_exactly_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *(VARIANTS | FAMILIES)[name])
     model, spec = load(reference, torch.float64), reference.spec
     run = {"backend": "reference", "dtype": torch.float64}
     got = run_paged(model, spec, SEQUENCES, CHUNKS, **run)
     for tokens, logits_TV in zip(SEQUENCES, got, strict=True):
         wanted_TV = reference.logits(tokens)
-        assert wanted_TV.std() > 0.2, "too tame to tell anything"
+        assert wanted_TV.std() > 0.2, "logits vary too little to compare"
         # Routers and norms of some classes compute in float32 whatever the dtype.
         torch.testing.assert_close(logits_TV, wanted_TV, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", slow_but(["gemma3", "gpt_neox", "minicpm3"], "gemma3", "minicpm3"))
-def test_float32_by_the_core(name: str, tmp_path: Path) -> None:
+def test_core_logits_match_transformers_in_float32(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *FAMILIES[name])
     model = load(reference, torch.float32)
     got = run_paged(model, reference.spec, SEQUENCES, CHUNKS, backend="cpu")
@@ -81,7 +81,7 @@ def test_float32_by_the_core(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_linear_layers_are_quantised(format: str, tmp_path: Path) -> None:
-    """They compute what our own class does with weights that are quantised alike."""
+    """They match quire's own class with weights that are quantised alike."""
     config = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     reference = write_reference(tmp_path, "llama", config)
     made = Quantization(format, 32)
@@ -96,7 +96,7 @@ def test_linear_layers_are_quantised(format: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.02)
 
 
-def test_layers_with_the_same_input_are_one_product(tmp_path: Path) -> None:
+def test_layers_with_the_same_input_are_merged(tmp_path: Path) -> None:
     reference = write_reference(tmp_path, "stablelm", SMALL)
     model = load(reference, torch.float32)
     products = [module for module in model.modules() if isinstance(module, Product)]
@@ -106,27 +106,27 @@ def test_layers_with_the_same_input_are_one_product(tmp_path: Path) -> None:
     assert not [module for module in products if module._input is not None]
 
 
-def test_sizes_are_those_that_the_layers_show(tmp_path: Path) -> None:
+def test_the_spec_takes_its_sizes_from_the_layers(tmp_path: Path) -> None:
     spec = write_reference(tmp_path, *FAMILIES["minicpm3"]).spec
     assert (spec.head_dim, spec.num_kv_heads, spec.num_heads) == (12, 4, 4)
     assert spec.implementation == TRANSFORMERS
     assert spec.identity != model_spec_of(tmp_path, "gemma2", WINDOW).identity
 
 
-def test_windows_are_those_of_the_masks(tmp_path: Path) -> None:
+def test_the_spec_takes_its_windows_from_the_masks(tmp_path: Path) -> None:
     spec = model_spec_of(tmp_path, "gemma2", WINDOW | {"num_hidden_layers": 4})
     assert spec.layer_windows == (6, None, 6, None)
     assert [group.window for group in spec.cache_groups] == [None, 6]
 
 
 def model_spec_of(directory: Path, model_type: str, config: dict[str, Any]) -> Any:
-    """The spec of a config without weights."""
+    """Return the spec of a config without weights."""
     transformers.AutoConfig.for_model(model_type, **config).save_pretrained(directory)
     return model_spec(directory, "transformers")
 
 
 @pytest.mark.parametrize("before", ["", "model."])
-def test_of_a_model_that_sees_the_text_part_runs(
+def test_the_text_part_of_a_model_that_reads_images_runs(
     before: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where the text part's tensors have the names that newer checkpoints give them."""
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_exact_is_refused(case: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_exact_are_refused(case: str, tmp_path: Path) -> None:
     model_type, config, reason = REFUSED[case]
     with pytest.raises(ModelError) as refused:
         model_spec_of(tmp_path, model_type, config)
@@ -197,8 +197,8 @@ def test_what_cannot_be_exact_is_refused(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Infinity", "-Infinity", "NaN"])
-def test_numbers_that_json_has_not_may_be_objects(name: str, tmp_path: Path) -> None:
-    """transformers writes them so."""
+def test_non_finite_numbers_may_be_objects(name: str, tmp_path: Path) -> None:
+    """transformers writes them as `{"__float__": "NaN"}`."""
     config = SMALL | ALL_ATTEND | {"model_type": "granitemoehybrid"}
     config["time_step_limit"] = [0, {"__float__": name}]
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -206,7 +206,7 @@ def test_numbers_that_json_has_not_may_be_objects(name: str, tmp_path: Path) -> 
     assert str(limit) == str([0.0, float(name)])
 
 
-def test_other_objects_stay_objects(tmp_path: Path) -> None:
+def test_other_objects_are_not_read_as_numbers(tmp_path: Path) -> None:
     config = SMALL | ALL_ATTEND | {"model_type": "granitemoehybrid"}
     for odd in ({"__float__": "1.5"}, {"__float__": "NaN", "more": 1}, {"__float__": [1]}):
         config["time_step_limit"] = [0.0, odd]
@@ -230,14 +230,14 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
         model_spec(tmp_path, "transformers")
 
 
-def test_quantised_weights_that_nobody_reads_are_refused(tmp_path: Path) -> None:
+def test_unsupported_quantisation_is_refused(tmp_path: Path) -> None:
     config = SMALL | {"model_type": "stablelm", "quantization_config": {"quant_method": "aqlm"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="aqlm"):
         model_spec(tmp_path)
 
 
-def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
+def test_auto_prefers_quires_class(tmp_path: Path) -> None:
     transformers.AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path)
     assert model_spec(tmp_path).implementation == "quire"
     assert model_spec(tmp_path, "transformers").implementation == TRANSFORMERS
@@ -245,7 +245,7 @@ def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
     assert model_spec(tmp_path).implementation == TRANSFORMERS
 
 
-def test_without_the_package_the_error_says_how_to_get_it(
+def test_a_missing_transformers_package_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = write_reference(tmp_path, "stablelm", SMALL)
@@ -257,7 +257,7 @@ def test_without_the_package_the_error_says_how_to_get_it(
         load_model(reference.directory, spec, torch.float32, CPU)
 
 
-def test_gguf_files_are_for_our_classes(tmp_path: Path) -> None:
+def test_gguf_files_are_refused_for_transformers_classes(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="GGUF files need one of quire's classes"):
@@ -273,10 +273,8 @@ def test_gguf_files_are_for_our_classes(tmp_path: Path) -> None:
         pytest.param("cohere", "float blocks", marks=pytest.mark.slow),
     ],
 )
-def test_quantised_checkpoints_are_the_numbers_they_stand_for(
-    model_type: str, name: str, tmp_path: Path
-) -> None:
-    """cohere in float32 loads its rows in another order."""
+def test_quantised_checkpoints_match_plain_ones(model_type: str, name: str, tmp_path: Path) -> None:
+    """In float32, cohere loads its rows in another order."""
     quantised, plain = write_quantised(tmp_path, FORMATS[name], model_type)
     sequences, chunks = SEQUENCES[1:2], [[4, 1]]
     for dtype, backend in ((torch.float64, "reference"), (torch.float32, "torch")):

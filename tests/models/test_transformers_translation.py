@@ -1,4 +1,4 @@
-"""transformers' classes translated into quire's operations: right, or not at all.
+"""transformers' classes are translated into quire's operations correctly, or not at all.
 
 Covers `models/hf/lower.py`, `models/hf/follow.py`, `models/hf/terms.py`, `models/hf/recognise.py`,
 `models/hf/arrange.py`, `models/hf/merge.py`, `models/hf/steps.py`, `models/hf/recognise.py`.
@@ -38,7 +38,7 @@ from tests.support.models.transformers_checkpoints import FAMILIES, TRANSLATED, 
 SEQUENCES = random_tokens(23, 5, 31, 1)
 CHUNKS = [[7, 0, 9, 1, 1, 5], [0, 3, 1, 1], [13, 11, 1, 1, 1, 4], [0, 0, 1]]
 CASES = VARIANTS | FAMILIES
-LEFT = {
+UNTRANSLATED = {
     "qwen2_moe": "Cannot copy out of meta tensor",
     "gpt2": "Cannot copy out of meta tensor",
     "gpt_oss": "attention has sinks",
@@ -48,7 +48,7 @@ LEFT = {
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize("name", slow_but(TRANSLATED, "glm4", "starcoder2", "cohere2"))
-def test_it_is_one_program_of_the_core(name: str, tmp_path: Path) -> None:
+def test_a_translated_model_is_one_program_of_the_core(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *CASES[name])
     model = load_model(tmp_path, reference.spec, torch.float32, CPU)
     got = run_paged(model, reference.spec, SEQUENCES, CHUNKS, backend="cpu", native=True)
@@ -60,7 +60,7 @@ def test_it_is_one_program_of_the_core(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", slow_but(("qwen3_tied", "phi3", "olmo2", "smollm3", "gemma3"), "phi3", "gemma3")
 )
-def test_its_operations_are_those_of_our_own_class(name: str, tmp_path: Path) -> None:
+def test_a_translated_model_has_the_operations_of_quires_class(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *CASES[name])
     attention = make_backend("torch", make_layout(reference.spec, 8, 4))
     tables = tuple([0, 1, 2] for _ in reference.spec.cache_groups)
@@ -76,17 +76,17 @@ def test_its_operations_are_those_of_our_own_class(name: str, tmp_path: Path) ->
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", slow_but(LEFT, "gpt_oss", "stablelm"))
-def test_what_has_no_operations_runs_by_its_own_code(
+@pytest.mark.parametrize("name", slow_but(UNTRANSLATED, "gpt_oss", "stablelm"))
+def test_models_without_a_translation_run_by_their_own_code(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = CASES[name][1] | ({"qk_layernorm": True} if name == "stablelm" else {})
     reference = write_reference(tmp_path, CASES[name][0], config)
     with caplog.at_level(logging.INFO, "quire"):
         model = load_model(tmp_path, reference.spec, torch.float32, CPU)
-    assert LEFT[name] in caplog.text
+    assert UNTRANSLATED[name] in caplog.text
     assert not model.only_operations
-    assert f"of transformers, its own code: {LEFT[name]}" in model.runs_by
+    assert f"of transformers, its own code: {UNTRANSLATED[name]}" in model.runs_by
     assert not [m for m in model.modules() if isinstance(m, Steps)]
     got = run_paged(model, reference.spec, SEQUENCES[:1], [[20, 3]], backend="torch")
     wanted_TV = reference.logits(SEQUENCES[0]).float()
@@ -96,14 +96,14 @@ def test_what_has_no_operations_runs_by_its_own_code(
 def test_a_wrong_translation_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried before it is believed."""
-    true = lower.rotation
+    """A translation is checked before it is used."""
+    original = lower.rotation
 
-    def turns_back(*args: Any) -> Any:
-        found = true(*args)
+    def inverted_rotation(*args: Any) -> Any:
+        found = original(*args)
         return dataclasses.replace(found, frequencies=-found.frequencies)
 
-    monkeypatch.setattr(lower, "rotation", turns_back)
+    monkeypatch.setattr(lower, "rotation", inverted_rotation)
     reference = write_reference(tmp_path, *CASES["gpt_neox"])
     with caplog.at_level(logging.INFO, "quire"):
         model = load_model(tmp_path, reference.spec, torch.float32, CPU)
@@ -115,7 +115,7 @@ def test_a_wrong_translation_is_not_used(
     torch.testing.assert_close(got[0], wanted_TV, rtol=2e-4, atol=2e-4)
 
 
-def test_embeddings_take_the_place_of_ids(tmp_path: Path) -> None:
+def test_embeddings_may_replace_token_ids(tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *CASES["gemma2"])
     model = load_model(tmp_path, reference.spec, torch.float32, CPU)
     attention = make_backend("torch", make_layout(reference.spec, 8, 4))
@@ -149,7 +149,7 @@ def test_torch_compiles_a_class_as_one_graph(
     torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
 
 
-def test_torch_compiles_no_class_of_ours(tmp_path: Path) -> None:
+def test_torch_compile_is_refused_for_quires_classes(tmp_path: Path) -> None:
     write_reference(tmp_path, *CASES["llama"])
     with pytest.raises(ConfigError, match="torch_compile needs a model that runs by a class of tr"):
         model_spec(tmp_path, is_compiled=True)
@@ -168,7 +168,7 @@ def test_packed_weights_come_from_the_cache(name: str, tmp_path: Path) -> None:
     assert torch.equal(*got)
 
 
-# ---- what the code between layers may do -----------------------------------------------------
+# ---- supported code between layers -----------------------------------------------------------
 
 
 def arranged(
@@ -188,7 +188,7 @@ def names(arrangement: Arrangement) -> list[str]:
     return [step.name for step in arrangement.steps(CPU).steps]
 
 
-def test_operations_are_found() -> None:
+def test_operations_are_recognised() -> None:
     def norm(lowering: Lowering, x: torch.Tensor) -> torch.Tensor:
         return lowering.layer(nn.Identity(), x, 8, linear=False)
 
@@ -230,15 +230,15 @@ REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_operation_is_refused(case: str) -> None:
+def test_code_without_an_operation_is_refused(case: str) -> None:
     compute, reason = REFUSED[case]
     with pytest.raises(Unfollowed, match=reason):
         arranged(compute)
 
 
-def test_norms_are_known_by_their_numbers() -> None:
+def test_norms_are_recognised_by_their_results() -> None:
     class OddNorm(nn.Module):
-        """1 + w, and an eps that nobody names."""
+        """Scales by 1 + w, with an eps of an unusual name."""
 
         def __init__(self) -> None:
             super().__init__()

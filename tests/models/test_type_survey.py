@@ -1,5 +1,4 @@
-"""The section of docs/use/model-table.md about all text types of transformers is true. See
-`type_survey.py`."""
+"""docs/use/model-table.md is true for all text types of transformers. See `type_survey.py`."""
 
 from typing import Any
 
@@ -7,7 +6,7 @@ import pytest
 
 from tests.models.type_survey import UNTRIED, all_types, outcome, read_results
 
-# transformers' class, values that decide sizes, and an encoder.
+# One runs by transformers' class, one has sizes that depend on values, and one is an encoder.
 QUICK = ("starcoder2", "jetmoe", "bart")
 
 
@@ -18,13 +17,13 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("model_type", cases())
-def test_a_type_does_what_the_page_says(model_type: str) -> None:
-    said = read_results()[model_type]
-    assert outcome(model_type) == said, "run python -m tests.models.type_survey"
+def test_each_type_matches_the_page(model_type: str) -> None:
+    stated = read_results()[model_type]
+    assert outcome(model_type) == stated, "run python -m tests.models.type_survey"
 
 
 def test_the_page_lists_all_types() -> None:
     results = read_results()
     assert sorted(results) == all_types(), "run python -m tests.models.type_survey"
-    assert not any("meta" in found for found in results.values()), "no error of torch's own"
+    assert not any("meta" in found for found in results.values()), "no result is an error of torch"
     assert sum(found == UNTRIED for found in results.values()) < len(results) / 10

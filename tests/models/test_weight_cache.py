@@ -1,4 +1,4 @@
-"""Packed weights from the cache: the same bits, or none; a damaged file is never trusted."""
+"""Packed weights from the cache have the same bits, and a damaged file is never used."""
 
 import errno
 import hashlib
@@ -70,7 +70,7 @@ def load(
 
 
 def bits(model: torch.nn.Module) -> dict[str, bytes]:
-    """Of all weights, by name."""
+    """Return the bytes of all weights, by name."""
     found = {}
     for name, owner, own in all_weights(model):
         weight = getattr(owner, own)
@@ -91,7 +91,7 @@ def forbid_packing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("formats", [AS_THEY_ARE, INT8, INT4, INT4_HEAD], ids=str)
 @pytest.mark.parametrize("variant", ["llama_biases", "qwen3_tied", "gpt2", "opt_350m"])
-def test_the_next_start_has_the_same_weights(
+def test_the_next_start_loads_the_same_weights(
     variant: str,
     formats: WeightFormats,
     tmp_path: Path,
@@ -116,7 +116,7 @@ def test_the_next_start_has_the_same_weights(
     assert torch.equal(*logits)
 
 
-def test_gguf_and_random_weights(
+def test_gguf_and_dummy_weights_are_cached(
     llama: Checkpoint, tmp_path: Path, cache: WeightCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = convert(llama.directory, tmp_path / "model.gguf", Q8_0)
@@ -127,7 +127,7 @@ def test_gguf_and_random_weights(
     assert [bits(model) for model in first] == [bits(model) for model in again]
 
 
-def test_other_settings_have_files_of_their_own(llama: Checkpoint, cache: WeightCache) -> None:
+def test_each_format_dtype_and_seed_has_its_own_file(llama: Checkpoint, cache: WeightCache) -> None:
     for formats in (INT8, INT4, AS_THEY_ARE):
         for dtype in (torch.float32, torch.bfloat16):
             load(llama, cache, formats, dtype=dtype)
@@ -138,7 +138,7 @@ def test_other_settings_have_files_of_their_own(llama: Checkpoint, cache: Weight
     assert len(files(cache)) == 8
 
 
-def test_another_instruction_set_has_a_file_of_its_own(
+def test_each_instruction_set_has_its_own_file(
     llama: Checkpoint, cache: WeightCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(llama, cache)
@@ -148,7 +148,7 @@ def test_another_instruction_set_has_a_file_of_its_own(
 
 
 @pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")
-def test_what_was_measured_counts_for_the_formats_that_are_used(
+def test_measured_speeds_only_affect_formats_in_use(
     llama: Checkpoint, cache: WeightCache, tmp_path: Path
 ) -> None:
     with own_figures(tmp_path / "home"):
@@ -164,10 +164,10 @@ def test_what_was_measured_counts_for_the_formats_that_are_used(
 
 
 @pytest.mark.parametrize("keeps_time", [False, True])
-def test_a_changed_checkpoint_is_read(
+def test_a_changed_checkpoint_is_read_again(
     llama: Checkpoint, cache: WeightCache, keeps_time: bool
 ) -> None:
-    """Also if its size and its time of change are the same."""
+    """Also if its size and its modification time are the same."""
     before = bits(load(llama, cache))
     (file,) = weight_files(llama.directory)
     facts, raw = file.stat(), bytearray(file.read_bytes())
@@ -180,8 +180,8 @@ def test_a_changed_checkpoint_is_read(
     assert len(files(cache)) == 2
 
 
-def test_another_config_has_an_entry_of_its_own(llama: Checkpoint, cache: WeightCache) -> None:
-    """Also where only a field differs that no weight depends on today."""
+def test_each_config_has_its_own_entry(llama: Checkpoint, cache: WeightCache) -> None:
+    """Also if the only field that differs affects no weight."""
     load(llama, cache)
     path = llama.directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
@@ -189,14 +189,14 @@ def test_another_config_has_an_entry_of_its_own(llama: Checkpoint, cache: Weight
     assert len(files(cache)) == 2
 
 
-def test_a_checkpoint_that_is_gone_is_told(llama: Checkpoint, cache: WeightCache) -> None:
+def test_a_deleted_checkpoint_is_reported(llama: Checkpoint, cache: WeightCache) -> None:
     load(llama, cache)
     (llama.directory / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="no \\*.safetensors"):
         load(llama, cache)
 
 
-# ---- files that are not what they should be --------------------------------------------------
+# ---- damaged and foreign files ---------------------------------------------------------------
 
 
 def flipped(raw: bytes, at: int) -> bytes:
@@ -220,7 +220,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_written_again(
+def test_a_damaged_file_is_reported_and_written_again(
     damage: str, llama: Checkpoint, cache: WeightCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = bits(load(llama, cache))
@@ -234,8 +234,8 @@ def test_a_damaged_file_is_written_again(
     assert files(cache, UNFINISHED) == []
 
 
-def test_a_file_of_other_weights_is_not_taken(llama: Checkpoint, cache: WeightCache) -> None:
-    """Under the right name."""
+def test_a_file_of_other_weights_is_not_used(llama: Checkpoint, cache: WeightCache) -> None:
+    """Even under the right name."""
     wanted = bits(load(llama, cache))
     (file,) = files(cache)
     load(llama, cache, INT4)
@@ -265,13 +265,13 @@ def test_a_file_of_other_weights_is_not_taken(llama: Checkpoint, cache: WeightCa
     ],
     ids=str,
 )
-def test_an_index_that_lies(
+def test_a_false_index_is_not_used(
     change: dict[str, Any],
     llama: Checkpoint,
     cache: WeightCache,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its digest is right, so only its contents can tell."""
+    """Its digest is right, so only its contents are wrong."""
     index, pieces = indexed(load(llama, None))
     offsets = [entry["offset"] for entry in index]
     num_bytes = max(entry["offset"] + entry["nbytes"] for entry in index)
@@ -291,7 +291,9 @@ def test_an_index_that_lies(
     assert "is not used" in caplog.text
 
 
-def test_damaged_anywhere_before_the_data(llama: Checkpoint, cache: WeightCache) -> None:
+def test_damage_before_the_data_leaves_the_weights_right(
+    llama: Checkpoint, cache: WeightCache
+) -> None:
     wanted = bits(load(llama, cache))
     (file,) = files(cache)
     raw, numbers = file.read_bytes(), random.Random(5)
@@ -302,10 +304,10 @@ def test_damaged_anywhere_before_the_data(llama: Checkpoint, cache: WeightCache)
         assert bits(load(llama, cache)) == wanted
 
 
-# ---- what goes wrong with the cache ------------------------------------------------------------
+# ---- failures of the cache --------------------------------------------------------------------
 
 
-def test_a_directory_that_cannot_be_made(
+def test_a_cache_directory_that_cannot_be_made_is_logged(
     llama: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no directory")
@@ -313,7 +315,7 @@ def test_a_directory_that_cannot_be_made(
     assert "weights: not cached for the next start" in caplog.text
 
 
-def test_a_full_disk(
+def test_a_full_disk_leaves_no_file(
     llama: Checkpoint,
     cache: WeightCache,
     monkeypatch: pytest.MonkeyPatch,
@@ -341,7 +343,7 @@ def test_short_writes_are_continued(
     assert bits(load(llama, cache)) == wanted
 
 
-def test_starts_at_the_same_moment(llama: Checkpoint, cache: WeightCache) -> None:
+def test_concurrent_starts_write_one_valid_file(llama: Checkpoint, cache: WeightCache) -> None:
     model = load(llama, None)
     wanted, ready = bits(model), threading.Barrier(4)
     empty = [empty_model(llama.spec, torch.bfloat16, CPU) for _ in range(4)]
@@ -366,7 +368,7 @@ def test_starts_at_the_same_moment(llama: Checkpoint, cache: WeightCache) -> Non
     assert bits(empty[0]) == wanted
 
 
-def place(directory: Path, name: str, size: int, used_at: int) -> Path:
+def write_entry(directory: Path, name: str, size: int, used_at: int) -> Path:
     directory.mkdir(exist_ok=True)
     path = directory / f"{name}{WEIGHTS}"
     path.write_bytes(bytes(size))
@@ -374,12 +376,12 @@ def place(directory: Path, name: str, size: int, used_at: int) -> Path:
     return path
 
 
-def test_what_was_used_longest_ago_makes_room(
+def test_the_least_recently_used_files_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.models.load.cache_files.MAX_BYTES", 1000)
     old, older, new = (
-        place(tmp_path, name, 300, at) for name, at in (("b", 2), ("c", 1), ("a", 3))
+        write_entry(tmp_path, name, 300, at) for name, at in (("b", 2), ("c", 1), ("a", 3))
     )
     unfinished = tmp_path / f"x{UNFINISHED}"
     unfinished.write_bytes(b"left by a process that died")
@@ -392,7 +394,7 @@ def test_what_was_used_longest_ago_makes_room(
     assert not old.exists() and not new.exists()
 
 
-def test_what_is_in_use_is_not_removed(
+def test_files_in_use_are_not_removed(
     llama: Checkpoint, cache: WeightCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(llama, cache)
@@ -408,7 +410,7 @@ def test_what_is_in_use_is_not_removed(
     assert not file.exists()
 
 
-def test_using_a_file_counts(llama: Checkpoint, cache: WeightCache) -> None:
+def test_loading_a_file_updates_its_time_of_use(llama: Checkpoint, cache: WeightCache) -> None:
     load(llama, cache)
     (file,) = files(cache)
     os.utime(file, (1, 1))
@@ -419,7 +421,7 @@ def test_using_a_file_counts(llama: Checkpoint, cache: WeightCache) -> None:
 # ---- the setting -------------------------------------------------------------------------------
 
 
-def test_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting_chooses_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert weight_cache("off") is None
     found = weight_cache("auto")
@@ -430,7 +432,7 @@ def test_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert weight_cache("~/mine") == WeightCache(Path("/somewhere/mine"))
 
 
-def test_small_and_random_models_are_not_kept_by_default(
+def test_small_and_dummy_models_are_not_cached_by_default(
     llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,10 +1,10 @@
-"""Every text type of the installed transformers; the section about them in
+"""Survey every text type of the installed transformers; write that section of
 docs/use/model-table.md.
 
     python -m tests.models.type_survey [TYPE ...]     # all, or these; writes the section
 
-Each type is tried with a tiny random checkpoint. quire's class or transformers' class runs it, with
-the greedy tokens of transformers, or quire refuses it with a reason. Anything else is a failure.
+Each type is tested with a tiny random checkpoint. quire's class or transformers' class runs it with
+transformers' greedy tokens, or quire refuses it with a reason. Anything else is a failure.
 """
 
 import argparse
@@ -35,7 +35,7 @@ OWN, POOLS, THEIRS = "quire's class", "quire's class, which pools", "transformer
 UNTRIED = "transformers makes no tiny checkpoint of it"
 TYPES_OF_A_ROW = 12
 MAX_PARAMETERS = 100_000_000  # of a checkpoint that is still tiny
-PARTS = "sub_configs_defaults"  # of classes that choose the class of a part by its own config
+PARTS = "sub_configs_defaults"  # of classes that choose a part's class by the part's config
 HEAD, END = "\n## All text types of transformers\n", "\n## Loss by format\n"
 INTRO = f"""
 Each type is tried with a tiny checkpoint with random weights. *{OWN}* and
@@ -45,7 +45,7 @@ Each type is tried with a tiny checkpoint with random weights. *{OWN}* and
 | result | types |
 | --- | --- |
 """
-# What differs between types that are refused for the same reason.
+# Parts of messages that differ between types refused for the same reason.
 SAME_REASON = (
     (r"^\w+ cannot run on paged memory: ", ""),
     (r"^transformers' class of \S+ cannot run over paged memory: ", ""),
@@ -64,7 +64,7 @@ def _named(names: str, value: int) -> dict[str, int]:
     return dict.fromkeys(names.split(), value)
 
 
-# Sizes of a tiny model, by the names that configs have for them.
+# Sizes of a tiny model, by the names of config fields.
 SIZES: Mapping[str, int] = (
     _named("vocab_size vocab_size_per_layer_input", VOCAB)
     | _named("hidden_size n_embd d_model dim embed_dim emb_dim embedding_size", 32)
@@ -90,7 +90,7 @@ SIZES: Mapping[str, int] = (
     | {"image_size": 16, "patch_size": 8}
 )
 STATES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
-# What some types need besides.
+# Further fields that some types need.
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "bamba": STATES,
     "deepseek_v2": {"num_key_value_heads": 4},
@@ -148,7 +148,7 @@ def write_tiny(folder: Path, config: Any) -> bool:
             return False
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
-    except Exception:  # of its code, whatever it is
+    except Exception:  # any error of transformers' code
         return False
     for name, parameter in model.named_parameters():
         is_norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
@@ -182,10 +182,10 @@ def our_tokens(folder: Path) -> list[list[int]]:
 
 
 def outcome(model_type: str) -> str:
-    """Return what the page says about a type. Raises whatever is neither right nor refused."""
+    """Return a type's result for the page. Raise if it is neither right nor refused."""
     try:
         config = tiny_config(model_type)
-    except Exception:  # of its checks
+    except Exception:  # any error of transformers' checks
         return UNTRIED
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -216,7 +216,7 @@ def _refused(error: Exception) -> str:
 
 
 def section(results: Mapping[str, str]) -> str:
-    """Return the section of the page. results: by type."""
+    """Return the section for results by type."""
     by_result: dict[str, list[str]] = {}
     for name in sorted(results):
         by_result.setdefault(results[name], []).append(name)
@@ -231,13 +231,13 @@ def section(results: Mapping[str, str]) -> str:
 
 
 def read_section() -> str:
-    """Return the section as it is on the page; nothing if there is none."""
+    """Return the section as it is on the page, or an empty text."""
     found = re.search(re.escape(HEAD) + ".*?(?=" + END + ")", PAGE.read_text("utf-8"), re.DOTALL)
     return found[0] if found else ""
 
 
 def read_results() -> dict[str, str]:
-    """Return what the page says, by type."""
+    """Return the page's results, by type."""
     rows = re.findall(r"^\| (.*) \| (.*) \|$", read_section(), re.MULTILINE)[2:]
     return {name: result for result, types in rows for name in re.findall("`(.*?)`", types)}
 

@@ -1,4 +1,4 @@
-"""A trainer's log-probabilities are the engine's, to the bit, however the engine computed them.
+"""A trainer's log-probabilities equal the engine's bit for bit, in any batch and chunks.
 
 Covers `training/engine_pass.py` and `training/packing.py`.
 """
@@ -19,12 +19,12 @@ from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
 
-BLOCK, VOCAB = 4, 11  # so few tokens that drafts are often accepted
+BLOCK, VOCAB = 4, 11  # a small vocabulary, so drafts are often accepted
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def open_llm(architecture: str, dtype: str, num_blocks: int = 200, **settings: Any) -> LLM:
-    """Open an engine that cuts prompts, verifies drafts, and has too few blocks for its rows."""
+    """Open an engine that chunks prompts, verifies drafts, and has too few blocks for its rows."""
     path = checkpoint(architecture, VOCAB)
     pool = pool_bytes(path, num_blocks, BLOCK, 4) // (1 if dtype == "float32" else 2)
     defaults: dict[str, Any] = {
@@ -35,8 +35,8 @@ def open_llm(architecture: str, dtype: str, num_blocks: int = 200, **settings: A
 
 
 def generate(llm: LLM, num_requests: int, max_tokens: int, seed: int) -> list[RequestOutput]:
-    """Sample several responses per prompt. Prompts share their beginning, and are longer than a
-    step's tokens. Some responses are greedy, so that drafts are accepted."""
+    """Sample several responses per prompt. Prompts share a prefix, and are longer than a step's
+    budget. Some responses are greedy, so that drafts are accepted."""
     numbers = random.Random(seed)
     start = numbers.choices(range(VOCAB), k=50)
     ends = [numbers.choices(range(VOCAB), k=1 + i % 9) for i in range(num_requests)]
@@ -52,7 +52,7 @@ def generate(llm: LLM, num_requests: int, max_tokens: int, seed: int) -> list[Re
 
 
 def num_differences(model: TrainingModel, outputs: list[RequestOutput]) -> tuple[int, int]:
-    """Return how many log-probabilities differ in any bit, and the number of all."""
+    """Return how many log-probabilities differ in any bit, and how many there are."""
     samples = Samples.of(outputs)
     with torch.no_grad():
         found = model(samples.prompts, samples.responses)
@@ -60,7 +60,7 @@ def num_differences(model: TrainingModel, outputs: list[RequestOutput]) -> tuple
     return int(differ.sum()), len(found)
 
 
-def ways_of(outputs: list[RequestOutput]) -> Counter[str]:
+def events_of(outputs: list[RequestOutput]) -> Counter[str]:
     """Count preemptions, accepted drafts and cached tokens."""
     metrics = [output.metrics for output in outputs if output.metrics is not None]
     return Counter(
@@ -70,32 +70,32 @@ def ways_of(outputs: list[RequestOutput]) -> Counter[str]:
     )
 
 
-def check_ways(ways: Counter[str]) -> None:
-    """Check that rows were preempted, drafts accepted, and prefixes found."""
-    assert ways["preempted"] > 2 and ways["accepted"] > 0 and ways["cached"] > 100
+def check_events(events: Counter[str]) -> None:
+    """Check that rows were preempted, drafts accepted, and prefixes hit."""
+    assert events["preempted"] > 2 and events["accepted"] > 0 and events["cached"] > 100
 
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_requests"),
     [("qwen3", "float32", 32), ("llama", "bfloat16", 32), ("mistral", "float16", 6)],
 )
-def test_all_bits_are_equal(
+def test_logprobs_are_bitwise_equal(
     architecture: str, dtype: str, num_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 7,000 tokens in all, with prefix hits, cut prompts, preemption, drafts and several
-    continuations, in one packed batch."""
-    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)  # drafts on a slow machine too
+    """Compares 7,000 tokens in all, with prefix hits, chunked prompts, preemption, drafts and
+    several responses per prompt, in one packed batch."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)  # drafts on slow machines, too
     model = TrainingModel(str(checkpoint(architecture, VOCAB)), dtype=dtype)
     with open_llm(architecture, dtype) as llm:
         outputs = generate(llm, num_requests, 44, seed=7)
     if num_requests > 10:
-        check_ways(ways_of(outputs))
+        check_events(events_of(outputs))
     num, total = num_differences(model, outputs)
     assert num == 0 and total == sum(44 * (1 + i % 4) for i in range(num_requests))
 
 
-def test_new_weights_keep_all_bits_equal() -> None:
-    """After a step of the optimizer and an update of the running engine; not before the update."""
+def test_logprobs_are_bitwise_equal_after_a_weight_update() -> None:
+    """After a step of the optimizer they differ, until the running engine is updated."""
     model = TrainingModel(str(checkpoint("qwen2", VOCAB)), dtype="bfloat16")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with open_llm("qwen2", "bfloat16") as llm:
@@ -109,15 +109,15 @@ def test_new_weights_keep_all_bits_equal() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_all_bits_of_many_tokens_are_equal(dtype: str) -> None:
+def test_logprobs_of_many_tokens_are_bitwise_equal(dtype: str) -> None:
     """Half a million tokens per dtype, in large batches: two CPU minutes each."""
     model = TrainingModel(str(checkpoint("qwen3", VOCAB)), dtype=dtype)
-    differ, total, ways = 0, 0, Counter[str]()
+    differ, total, events = 0, 0, Counter[str]()
     with open_llm("qwen3", dtype, 2400, max_num_batched_tokens=1024, max_num_seqs=256) as llm:
         for seed in range(0, 3000, 100):
             outputs = generate(llm, 136, 50, seed)
-            ways += ways_of(outputs)
+            events += events_of(outputs)
             num, count = num_differences(model, outputs)
             differ, total = differ + num, total + count
     assert differ == 0 and total >= 500_000
-    check_ways(ways)
+    check_events(events)

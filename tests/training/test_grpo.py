@@ -19,7 +19,7 @@ def test_the_script_is_short() -> None:
     assert len(SCRIPT.read_text("utf-8").splitlines()) <= 150
 
 
-def test_rewards_and_advantages() -> None:
+def test_rewards_advantages_and_kl_have_the_defined_values() -> None:
     grpo = example("grpo")
     assert grpo.reward(STORY, "cat", True) == 1.0
     assert grpo.reward(STORY + " The end.", "cat", True) == pytest.approx(0.8)
@@ -31,7 +31,7 @@ def test_rewards_and_advantages() -> None:
     assert float(grpo.k3(torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.0]))) > 0.5
 
 
-def test_the_curve_is_drawn_from_rows(tmp_path: Path) -> None:
+def test_the_reward_curve_is_drawn_from_rows(tmp_path: Path) -> None:
     rows = [{"batch": n, "reward": 0.1 * n, "best_share": 0.05 * n} for n in range(1, 8)]
     assert mean_reward(rows, -WINDOW) == pytest.approx(0.5)
     pytest.importorskip("matplotlib")

@@ -21,7 +21,7 @@ if core() is None:
 SCRIPT = EXAMPLES / "learn_from_feedback.py"
 
 
-def test_the_script_is_short_and_rates_by_its_rule() -> None:
+def test_the_script_is_short_and_rates_by_sentence_count() -> None:
     assert len(SCRIPT.read_text("utf-8").splitlines()) <= 150
     found = example("learn_from_feedback")
     assert found.rating_of("One. Two. Three. Four! Five?") == 1.0
@@ -41,14 +41,14 @@ def test_ratios_above_the_limit_still_have_gradients() -> None:
 
 
 def answer_of(request: Any, timeout: float) -> io.BytesIO:
-    """Return a server's answer of one token."""
+    """Return a server's response of one token."""
     logprobs = {"content": [{"logprob": -1.0}]}
     choice = {"message": {"content": "A."}, "logprobs": logprobs, "token_ids": [5]}
     return io.BytesIO(json.dumps({"prompt_token_ids": [1], "choices": [choice]}).encode())
 
 
 def test_users_never_wait_for_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ratings that find no room are dropped, and all answers are counted."""
+    """Ratings beyond MAX_SHARED are dropped, but all answers are counted."""
     found = example("learn_from_feedback")
     monkeypatch.setattr(found, "MAX_SHARED", 3)
     monkeypatch.setattr("urllib.request.urlopen", answer_of)
@@ -62,7 +62,7 @@ def test_users_never_wait_for_the_trainer(monkeypatch: pytest.MonkeyPatch) -> No
     assert batch == [found.Rated([1], [5], [-1.0], pytest.approx(0.2))] * 8
 
 
-def test_the_error_of_a_user_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_user_thread_ends_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     found = example("learn_from_feedback")
 
     def refuse(request: Any, timeout: float) -> io.BytesIO:
@@ -74,8 +74,8 @@ def test_the_error_of_a_user_ends_the_script(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_a_server_answers_while_its_weights_learn(capsys: pytest.CaptureFixture[str]) -> None:
-    """Users get answers during updates; answers of later weights say so."""
+def test_a_server_answers_during_weight_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    """Users get answers during updates. An answer names the versions of its weights."""
     found = example("learn_from_feedback")
     server = Server("demo", "--dtype", "bfloat16")
     try:

@@ -1,4 +1,4 @@
-"""Gradients of `TrainingModel` against transformers', its parameters, and what it refuses.
+"""`TrainingModel`: gradients against transformers', parameters, and what it refuses.
 
 Covers `training/gradients.py`.
 """
@@ -32,8 +32,8 @@ PROMPTS, RESPONSES = (
 FACTORS = torch.randn(sum(map(len, RESPONSES)), generator=torch.Generator().manual_seed(3))
 
 
-def theirs(model: torch.nn.Module) -> torch.Tensor:
-    """The log-probabilities by transformers, one sequence at a time."""
+def reference_logprobs(model: torch.nn.Module) -> torch.Tensor:
+    """Return transformers' log-probabilities, one sequence at a time."""
     found = []
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         ids = torch.tensor([*prompt, *response])
@@ -44,10 +44,10 @@ def theirs(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
-def test_gradients_are_those_of_transformers(architecture: str) -> None:
+def test_gradients_match_transformers(architecture: str) -> None:
     path = checkpoint(architecture)
     model, other = TrainingModel(str(path), dtype="float32"), reference(path)
-    ours, wanted = model(PROMPTS, RESPONSES), theirs(other)
+    ours, wanted = model(PROMPTS, RESPONSES), reference_logprobs(other)
     torch.testing.assert_close(ours.double(), wanted, rtol=1e-4, atol=1e-4)
     (ours * FACTORS).sum().backward()
     (wanted * FACTORS).sum().backward()
@@ -65,27 +65,26 @@ def reference(path: Path) -> torch.nn.Module:
 
 
 def distance(ours: torch.nn.Parameter, other: torch.nn.Parameter) -> float:
-    """The relative distance of two gradients."""
+    """Return the relative distance of two gradients."""
     assert ours.grad is not None and other.grad is not None
     return float((ours.grad - other.grad).norm() / other.grad.norm())
 
 
-def test_gradients_at_rounded_weights() -> None:
-    """In bfloat16 the gradient is float32's at the rounded weights, up to rounding of states."""
+def test_bfloat16_gradients_match_float32_at_rounded_weights() -> None:
+    """They differ by the rounding of activations only."""
     path = checkpoint("qwen3")
     model, other = TrainingModel(str(path), dtype="bfloat16"), reference(path)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.copy_(parameter.bfloat16())
     (model(PROMPTS, RESPONSES) * FACTORS).sum().backward()
-    (theirs(other) * FACTORS).sum().backward()
+    (reference_logprobs(other) * FACTORS).sum().backward()
     names = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float32 and distance(parameter, names[name]) < 0.05, name
 
 
-def test_gradients_are_slopes() -> None:
-    """The engine's values differ by the gradient when a weight changes a little."""
+def test_gradients_match_finite_differences() -> None:
     model = TrainingModel(str(checkpoint("llama")), dtype="float32")
     (model(PROMPTS, RESPONSES) * FACTORS).sum().backward()
     step = 1e-2
@@ -102,7 +101,7 @@ def test_gradients_are_slopes() -> None:
 
 
 def test_parameters_have_the_checkpoints_names_and_values(tmp_path: Path) -> None:
-    """Also if the checkpoint is of the bare decoder, and if its head is tied."""
+    """Also for a checkpoint of the bare decoder, and for a tied head."""
     tied = TrainingModel("demo", dtype="bfloat16").state_dict()
     assert "lm_head.weight" not in tied and "model.layers.5.mlp.up_proj.weight" in tied
     path = checkpoint("llama")
@@ -112,7 +111,7 @@ def test_parameters_have_the_checkpoints_names_and_values(tmp_path: Path) -> Non
     assert all(torch.equal(found[name].double(), stored[name]) for name in stored)
 
 
-def test_a_change_of_parameters_is_noticed() -> None:
+def test_changed_parameters_change_the_next_forward_pass() -> None:
     model = TrainingModel(str(checkpoint("llama")), dtype="float32")
     with torch.no_grad():
         before = model(PROMPTS, RESPONSES)
@@ -129,7 +128,7 @@ def test_a_change_of_parameters_is_noticed() -> None:
         assert not torch.equal(model(PROMPTS, RESPONSES), before)
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+def test_unsupported_models_and_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="gpt2.*llama, mistral, qwen2, qwen3, qwen3_moe"):
         TrainingModel(str(checkpoint("gpt2")))
     with pytest.raises(ConfigError, match="device is cuda"):
@@ -158,7 +157,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         ([[-1]], [[3]], "from 0 to 96"),
     ],
 )
-def test_bad_samples_are_refused(
+def test_invalid_samples_are_refused(
     prompts: list[list[int]], responses: list[list[int]], message: str
 ) -> None:
     model = TrainingModel(str(checkpoint("llama")))
@@ -172,8 +171,8 @@ def test_samples_need_logprobs() -> None:
         Samples.of([output])
 
 
-def test_a_forward_pass_leaves_nothing_behind() -> None:
-    """A result that holds itself would keep the activations of each step in memory."""
+def test_a_forward_pass_leaks_no_activations() -> None:
+    """A result in a reference cycle would keep the activations of each step in memory."""
     model = TrainingModel("demo", dtype="float32")
     gc.collect()
     gc.disable()
@@ -184,7 +183,7 @@ def test_a_forward_pass_leaves_nothing_behind() -> None:
         gc.enable()
 
 
-def test_a_copy_computes_the_same() -> None:
+def test_a_deep_copy_computes_the_same_logprobs() -> None:
     model = TrainingModel("demo", dtype="bfloat16")
     found = model([[1, 2, 3]], [[4, 5]])
     assert torch.equal(copy.deepcopy(model)([[1, 2, 3]], [[4, 5]]), found)

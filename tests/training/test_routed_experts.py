@@ -1,4 +1,4 @@
-"""Experts that an engine returns, and that a trainer uses again.
+"""Routed experts: an engine returns them, and a trainer replays them.
 
 Covers `models/parts/routes.py`, `runner/sampling/routed_experts.py` and
 `engine/client/token_values.py`.
@@ -35,7 +35,7 @@ from tests.support.models.reference_checkpoints import (
 
 VOCAB, BLOCK = 97, 4
 NUM_MIXTURES, NUM_CHOSEN = 2, 3
-MARGIN = 1e-3  # between logits: float32 cannot turn their order around
+MARGIN = 1e-3  # between logits: float32 rounding cannot swap their order
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
@@ -55,7 +55,7 @@ def open_llm(dtype: str, num_blocks: int = 200, **settings: Any) -> LLM:
 
 
 def prompts() -> list[list[int]]:
-    """Prompts with a common beginning, longer than a step's tokens."""
+    """Return prompts with a common prefix, each longer than a step's budget."""
     numbers = np.random.default_rng(5)
     start = numbers.integers(0, VOCAB, 30).tolist()
     return [[*start, *numbers.integers(0, VOCAB, 3 + i).tolist()] for i in range(6)]
@@ -88,8 +88,8 @@ def check(outputs: list[RequestOutput], path: Path | None = None) -> int:
 
 
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=needs_core)])
-def test_experts_are_those_of_transformers(dtype: str) -> None:
-    """With cut prompts and several samples of one prompt."""
+def test_routed_experts_match_transformers(dtype: str) -> None:
+    """With chunked prompts and several samples per prompt."""
     with open_llm(dtype) as llm:
         outputs = generate(llm, n=2)
     assert check(outputs) > 0.9 * NUM_MIXTURES * sum(len(each) + 11 for each in prompts()) * 2
@@ -103,7 +103,7 @@ def test_preempted_rows_report_all_experts() -> None:
 
 
 @needs_core
-def test_new_weights_choose_their_own_experts() -> None:
+def test_updated_weights_choose_their_own_experts() -> None:
     path = changed("qwen3_moe", 1)
     with open_llm("float32") as llm:
         before = generate(llm, seed=1)[0].outputs[0].routed_experts
@@ -114,7 +114,7 @@ def test_new_weights_choose_their_own_experts() -> None:
     assert (before[:30] != after[:30]).any()
 
 
-def test_values_of_tokens_cross_the_wire() -> None:
+def test_token_values_survive_the_wire_format() -> None:
     values = TokenValues(2, (1, 3), np.array([4, 5, 6], np.int16))
     message = StepOutputs(details=[SequenceUpdate("a", token_values=values)])
     found = client_codec().decode(core_codec().encode(message)[LENGTH.size :])
@@ -124,8 +124,8 @@ def test_values_of_tokens_cross_the_wire() -> None:
     assert own.values.dtype == np.int16 and own.values.tolist() == [4, 5, 6]
 
 
-def test_experts_end_where_a_stop_string_ends_the_text() -> None:
-    """The client cuts there. The core has computed more tokens by then."""
+def test_experts_end_at_the_stop_string() -> None:
+    """The client cuts the text there. The core has already computed more tokens."""
     with open_llm("float32", tokenizer="demo") as llm:
         whole = generate(llm)[0].outputs[0]
         stop = whole.text[3:5]
@@ -136,7 +136,7 @@ def test_experts_end_where_a_stop_string_ends_the_text() -> None:
 
 
 @needs_core
-def test_a_prompt_in_pieces_has_all_experts() -> None:
+def test_an_open_prompt_returns_all_experts() -> None:
     path, ids = checkpoint("qwen3_moe", VOCAB), prompts()[0]
     engine = build_engine(config_from_flat(model=str(path), **settings_of("float32")))
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
@@ -153,7 +153,7 @@ def test_a_prompt_in_pieces_has_all_experts() -> None:
     assert outputs[-1].prompt_token_ids == ids and check(outputs[-1:]) > 0
 
 
-def test_outputs_have_no_experts_unless_the_engine_returns_them() -> None:
+def test_outputs_have_no_experts_when_the_option_is_off() -> None:
     with open_llm("float32", enable_return_routed_experts=False) as llm:
         assert generate(llm)[0].outputs[0].routed_experts is None
 
@@ -166,7 +166,7 @@ def test_outputs_have_no_experts_unless_the_engine_returns_them() -> None:
         ("qwen3_moe", {"speculative_config": {"method": "ngram"}}, "speculative_config"),
     ],
 )
-def test_what_cannot_be_returned_is_refused(
+def test_returning_experts_is_refused_where_unsupported(
     architecture: str, settings: dict[str, Any], named: str
 ) -> None:
     given = {"enable_return_routed_experts": True, "kv_cache_memory_bytes": 1 << 20} | settings
@@ -177,8 +177,8 @@ def test_what_cannot_be_returned_is_refused(
 
 @needs_core
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_mixture_has_the_engines_bits(dtype: str) -> None:
-    """With the recorded experts and without, since equal weights choose equally."""
+def test_moe_logprobs_are_bitwise_equal_to_the_engines(dtype: str) -> None:
+    """With replayed experts and without, since equal weights choose equal experts."""
     model = TrainingModel(str(checkpoint("qwen3_moe", VOCAB)), dtype=dtype)
     with open_llm(dtype) as llm:
         samples = Samples.of(generate(llm, n=2, logprobs=0))
@@ -198,8 +198,9 @@ def sampled(routes: Any, num_prompt: int = 2, num_tokens: int = 2) -> RequestOut
 
 
 @needs_core
-def test_a_sample_that_never_began_keeps_the_routes_of_others() -> None:
-    """Its experts are unknown. It counts nothing, with any length of its prompt."""
+def test_an_empty_sample_keeps_the_routes_of_other_samples() -> None:
+    """A request aborted before its first token has unknown experts and no log-probabilities,
+    whatever the length of its prompt."""
     good = np.tile(np.arange(NUM_CHOSEN, dtype=np.int16), (3, NUM_MIXTURES, 1))
     whole = sampled(good)
     aborted = [sampled(None, num_prompt, 0) for num_prompt in (1, 2, 5)]
@@ -217,13 +218,12 @@ def test_a_sample_that_never_began_keeps_the_routes_of_others() -> None:
 
 
 def own_reference(path: Path) -> Any:
-    """Return a copy of the model of transformers that takes hooks and gradients. Tests share the
-    original."""
+    """Return a copy of transformers' model for hooks and gradients. Tests share the original."""
     return copy.deepcopy(reference_model(path))
 
 
-def forced(model: Any, routes_TLC: torch.Tensor) -> None:
-    """Let a mixture of transformers use these experts for the tokens of its next pass."""
+def force_experts(model: Any, routes_TLC: torch.Tensor) -> None:
+    """Make transformers' MoE layers use these experts in the next forward pass."""
     gates = [each for name, each in model.named_modules() if name.endswith("mlp.gate")]
     for gate, ids_TC in zip(gates, routes_TLC.unbind(1), strict=True):
 
@@ -234,7 +234,7 @@ def forced(model: Any, routes_TLC: torch.Tensor) -> None:
 
 
 def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
-    """Return the log-probabilities of a model of transformers, of all tokens but the first 4."""
+    """Return a transformers model's log-probabilities of all tokens but the first 4."""
     logits = model(torch.tensor([ids[:-1]])).logits[0, 3:]
     found: torch.Tensor = logits.log_softmax(-1).gather(-1, torch.tensor(ids[4:])[:, None])[:, 0]
     return found
@@ -243,7 +243,7 @@ def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
 def check_gradients(
     model: TrainingModel, other: Any, found: torch.Tensor, wanted: torch.Tensor
 ) -> None:
-    """Compare the gradients of all parameters, of a weighted sum of log-probabilities."""
+    """Compare all parameters' gradients of a weighted sum of log-probabilities."""
     factors = torch.linspace(-1, 1, len(found))
     (found * factors).sum().backward()
     (wanted * factors).sum().backward()
@@ -263,15 +263,15 @@ def check_gradients(
 
 
 @needs_core
-def test_replayed_experts_give_the_values_and_gradients_of_transformers() -> None:
-    """With experts that no router would choose."""
+def test_replayed_experts_give_transformers_logprobs_and_gradients() -> None:
+    """With random experts, which no router would choose."""
     path = checkpoint("qwen3_moe", VOCAB)
     model, other = TrainingModel(str(path), dtype="float32"), own_reference(path)
     ids = prompts()[0]
     numbers = np.random.default_rng(2)
     routes = np.argsort(numbers.random((len(ids) - 1, NUM_MIXTURES, 8)))[..., :NUM_CHOSEN]
     found = model([ids[:4]], [ids[4:]], [routes.astype(np.int16)])
-    forced(other, torch.from_numpy(routes))
+    force_experts(other, torch.from_numpy(routes))
     wanted = logprobs_of(other, ids)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
@@ -281,8 +281,9 @@ def test_replayed_experts_give_the_values_and_gradients_of_transformers() -> Non
 
 
 @needs_core
-def test_experts_whose_weights_do_not_add_up_to_1_have_gradients_of_transformers() -> None:
-    """Without norm_topk_prob a weight is the share of all experts."""
+def test_unnormalised_expert_weights_match_transformers_gradients() -> None:
+    """Without norm_topk_prob, the softmax covers all experts, so the weights of the chosen ones do
+    not add up to 1."""
     path = changed("qwen3_moe", 2)
     config = json.loads((path / "config.json").read_text("utf-8"))
     assert config["norm_topk_prob"]
@@ -298,7 +299,7 @@ def test_experts_whose_weights_do_not_add_up_to_1_have_gradients_of_transformers
 
 
 @needs_core
-def test_bad_routes_are_refused() -> None:
+def test_invalid_routes_are_refused() -> None:
     model = TrainingModel(str(checkpoint("qwen3_moe", VOCAB)))
     good = np.tile(np.arange(NUM_CHOSEN, dtype=np.int16), (3, NUM_MIXTURES, 1))
     for routes, message in (
@@ -314,7 +315,7 @@ def test_bad_routes_are_refused() -> None:
         TrainingModel("demo")([[1, 2]], [[3, 4]], [good])
 
 
-def test_later_pieces_replace_earlier_ones() -> None:
+def test_later_token_values_replace_earlier_ones() -> None:
     pieces = [
         TokenValues(1, (1, 2), np.array([1, 2, 3, 4], np.int16)),
         TokenValues(2, (1, 2), np.array([5, 6, 7, 8, 9, 9], np.int16)),

@@ -1,7 +1,7 @@
-"""One model on two GPUs: exchanges over NCCL, tokens of one GPU, and what is refused.
+"""One model on two GPUs: collectives over NCCL, the tokens of one GPU, and refused settings.
 
-`make gpu-check PART=ranks` runs these; with fewer than two GPUs all are skipped. `exchanges.py` is
-what each of two processes does; tests/ops/test_torch_group.py has it done over gloo.
+`make gpu-check PART=ranks` runs these; with fewer than two GPUs all are skipped. Each of two
+processes runs `exchanges.py`; tests/ops/test_torch_group.py runs it over gloo.
 """
 
 import os
@@ -42,7 +42,7 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
     return [list(each.outputs[0].token_ids) for each in outputs]
 
 
-def test_every_exchange_over_nccl(tmp_path: Path) -> None:
+def test_all_collectives_work_over_nccl(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.engine.exchanges", str(tmp_path / "store")]
     ranks = [
         subprocess.Popen(
@@ -51,11 +51,11 @@ def test_every_exchange_over_nccl(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        said = [each.communicate(timeout=EXCHANGES_S) for each in ranks]
+        results = [each.communicate(timeout=EXCHANGES_S) for each in ranks]
     finally:
         for each in ranks:
             each.kill()
-    for rank, (each, (_, errors)) in enumerate(zip(ranks, said, strict=True)):
+    for rank, (each, (_, errors)) in enumerate(zip(ranks, results, strict=True)):
         assert each.returncode == 0, f"rank {rank}:\n{errors[-4000:]}"
 
 
@@ -74,8 +74,8 @@ def test_every_exchange_over_nccl(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_tokens_are_those_of_one_gpu(architecture: str, settings: dict[str, Any]) -> None:
-    """Twice, so that what is recorded in one round is replayed in the next."""
+def test_two_gpus_give_the_tokens_of_one(architecture: str, settings: dict[str, Any]) -> None:
+    """Runs two rounds, so that the second replays what the first recorded."""
     alone = {n: v for n, v in settings.items() if n in ("enforce_eager", "deterministic")}
     with open_llm(architecture, **alone) as llm:
         wanted = tokens(llm, GREEDY), tokens(llm, SAMPLED)
@@ -84,18 +84,18 @@ def test_tokens_are_those_of_one_gpu(architecture: str, settings: dict[str, Any]
             assert (tokens(llm, GREEDY), tokens(llm, SAMPLED)) == wanted
 
 
-def test_a_rank_that_is_killed_ends_the_engine() -> None:
+def test_a_killed_rank_ends_the_engine() -> None:
     with open_llm("llama", **TWO) as llm:
         core = llm.engine.client.core
-        ranks = [pid for pid, what in children_of(os.getpid()).items() if "rank_main" in what]
+        ranks = [pid for pid, line in children_of(os.getpid()).items() if "rank_main" in line]
         assert len(ranks) == 2
         kill(max(ranks), signal.SIGKILL)
-        wait_until(lambda: core.rest_s() == 0.0, "it is missed", 5.0)
+        wait_until(lambda: core.rest_s() == 0.0, "the lost rank is noticed", 5.0)
         with pytest.raises(EngineError, match=r"rank \d of 2 .* has ended \(signal 9\)"):
             core.step()
 
 
-def test_stages_are_refused() -> None:
+def test_pipeline_stages_are_refused() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is for CPUs so far"):
         open_llm("llama", pipeline_parallel_size=2)
 

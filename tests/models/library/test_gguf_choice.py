@@ -1,4 +1,4 @@
-"""Which of several GGUF files: names of quantisations, order of quality, sizes, split models."""
+"""The choice among several GGUF files: names of quantisations, quality, sizes, split models."""
 
 import pytest
 
@@ -41,11 +41,11 @@ FILES = {name: int(size * GB) for name, size in SIZES.items()}
         ("model.gguf", ""),
     ],
 )
-def test_quantisations_in_names(name: str, quantisation: str) -> None:
+def test_file_names_give_the_quantisation(name: str, quantisation: str) -> None:
     assert quantisation_of(name) == quantisation
 
 
-def test_best_quality_first_and_no_other_files() -> None:
+def test_candidates_are_model_files_in_order_of_quality() -> None:
     files = FILES | {"mmproj-m-F16.gguf": 1, "imatrix.gguf": 1, "README.md": 1}
     assert [each.label for each in candidates_of(files)] == [
         "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_K_S", "Q3_K_L", "Q2_K",
@@ -57,19 +57,19 @@ def test_best_quality_first_and_no_other_files() -> None:
     [(128, "Q8_0"), (27, "Q6_K"), (24, "Q5_K_M"), (16, "Q4_K_M"), (7.1, "Q4_K_M"), (6.9, "Q4_K_S"),
      (6.3, "Q3_K_L"), (5, "Q2_K")],
 )  # fmt: skip
-def test_size_and_quality(memory: float, label: str) -> None:
+def test_the_best_choice_depends_on_the_memory(memory: float, label: str) -> None:
     choice = best_choice(candidates_of(FILES), int(memory * GB), "org/m")
     assert choice.candidate.label == label
     assert choice.reason.startswith(f"{label} (") and "memory" in choice.reason
 
 
-def test_only_files_of_high_quality() -> None:
+def test_the_smallest_file_is_chosen_if_all_are_large() -> None:
     files = {name: FILES[name] for name in ("m-BF16.gguf", "m-Q8_0.gguf")}
     choice = best_choice(candidates_of(files), 16 * GB, "org/m")
     assert choice.candidate.label == "Q8_0" and "the smallest of 2 files" in choice.reason
 
 
-def test_nothing_fits_or_nothing_can_be_read() -> None:
+def test_no_fitting_or_readable_file_is_an_error() -> None:
     with pytest.raises(ModelError, match="the smallest, Q2_K, needs 3.2 GB.* append :Q2_K"):
         best_choice(candidates_of(FILES), 4 * GB, "org/m")
     with pytest.raises(ModelError, match="no GGUF file that quire reads; it has Q1_0"):
@@ -78,7 +78,7 @@ def test_nothing_fits_or_nothing_can_be_read() -> None:
         best_choice([], GB, "org/m")
 
 
-def test_formats_that_grow_in_memory_are_counted_at_their_size_there() -> None:
+def test_formats_that_grow_when_loaded_count_with_their_loaded_size() -> None:
     """IQ3_M would fit with its bytes in the file, but takes 9 bits per weight once loaded."""
     files = {"m-IQ3_M.gguf": 4 * GB, "m-Q2_K.gguf": 5 * GB}
     [first, second] = candidates_of(files)
@@ -96,7 +96,7 @@ def test_split_models_need_all_parts() -> None:
     assert candidates_of(files) == []
 
 
-def test_by_name() -> None:
+def test_a_file_is_chosen_by_name() -> None:
     candidates = candidates_of(FILES)
     assert named_choice(candidates, "q4_k_m", "org/m").candidate.files == ("m-Q4_K_M.gguf",)
     assert named_choice(candidates, "m-Q2_K.gguf", "org/m").candidate.label == "Q2_K"
@@ -104,7 +104,7 @@ def test_by_name() -> None:
         named_choice(candidates, "Q9", "org/m")
 
 
-def test_units_and_memory() -> None:
+def test_sizes_have_units_and_the_memory_is_known() -> None:
     assert [in_units(n) for n in (999, 1500, 2 * 10**6, 5 * GB)] == [
         "999 bytes", "1.5 kB", "2.0 MB", "5.0 GB",
     ]  # fmt: skip

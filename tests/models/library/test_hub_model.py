@@ -1,4 +1,4 @@
-"""Names of the hub: pick, download, resume after a kill, offline, damage, no space, typos."""
+"""Models of the hub: choice, download, resume after a kill, offline, damage, full disk, typos."""
 
 import logging
 import os
@@ -52,10 +52,10 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(hub_model, "machine_memory_bytes", lambda: num_bytes)
 
 
-def test_the_best_file_for_the_machine(
+def test_the_best_file_for_the_machine_is_downloaded_once(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing else is downloaded; the second time nothing is requested at all."""
+    """Nothing else is downloaded. The second call sends no request."""
     with_memory(monkeypatch, GIB)
     with caplog.at_level(logging.INFO, "quire"):
         source = resolve_model(REPO)
@@ -65,13 +65,15 @@ def test_the_best_file_for_the_machine(
     [download] = hub.downloads()
     assert "tiny-Q8_0.gguf" in download
     hub.requests.clear()
-    with_memory(monkeypatch, 8000)  # the file that is here is taken again if it fits at all
+    with_memory(monkeypatch, 8000)  # the downloaded file is chosen again if it fits at all
     assert resolve_model(f"{REPO}:q8_0").directory == source.directory
     assert resolve_model(f"hf.co/{REPO}:tiny-Q8_0.gguf").directory == source.directory
     assert hub.requests == []
 
 
-def test_a_small_machine(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_machine_gets_a_small_file_or_an_error(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_memory(monkeypatch, 8000)
     assert resolve_model(REPO).directory.name == "tiny-Q4_K_M.gguf"
     with_memory(monkeypatch, 1000)
@@ -80,7 +82,7 @@ def test_a_small_machine(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_model("org/other")
 
 
-def test_all_parts_of_a_split_model(hub: FakeHub) -> None:
+def test_all_parts_of_a_split_model_are_downloaded(hub: FakeHub) -> None:
     path = resolve_model(f"{REPO}:Q5_K_M").directory
     assert path.name.endswith("00001-of-00002.gguf")
     assert sorted(each.name for each in path.parent.iterdir()) == [
@@ -94,7 +96,7 @@ def test_a_wrong_quantisation_lists_the_files(hub: FakeHub) -> None:
         resolve_model(f"{REPO}:Q3")
 
 
-def test_safetensors_files_come_as_before(hub: FakeHub) -> None:
+def test_safetensors_files_are_preferred_to_gguf_files(hub: FakeHub) -> None:
     hub.repos["org/plain"] = {
         "config.json": b"{}",
         "model.safetensors": contents("weights"),
@@ -131,7 +133,7 @@ def test_a_download_continues_after_a_kill(hub: FakeHub, tmp_path: Path) -> None
     process.send_signal(signal.SIGKILL)
     process.wait()
     [partial] = folder.rglob(f"*{PARTIAL}")
-    with partial.open("wb") as file:  # what the system had not written yet when it was killed
+    with partial.open("wb") as file:  # bytes that were not on the disk at the kill
         file.write(FILES["tiny-Q8_0.gguf"][:1500])
     hub.hold_after = None
     hub.released.set()
@@ -158,8 +160,9 @@ def test_a_refresh_finds_damage_on_the_disk(hub: FakeHub) -> None:
     assert again.read_bytes() == FILES["tiny-Q8_0.gguf"]
 
 
-def test_no_space(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing is downloaded."""
+def test_a_full_disk_prevents_the_download(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 5000, 5000))
     with pytest.raises(ModelError, match=r"needs 8.0 kB more of disk.*5.0 kB free.*HF_HOME"):
@@ -167,7 +170,7 @@ def test_no_space(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert hub.downloads() == []
 
 
-def test_offline(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_only_local_files_are_used(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     path = resolve_model(f"{REPO}:Q4_K_M").directory
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
@@ -180,7 +183,7 @@ def test_offline(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.requests == []
 
 
-def test_wrong_names(hub: FakeHub) -> None:
+def test_wrong_and_gated_names_are_reported(hub: FakeHub) -> None:
     with pytest.raises(ModelNotFound, match=f"has no such model.* Did you mean {REPO}"):
         resolve_model("orga/tiny-gguf")
     with pytest.raises(ModelNotFound, match="has no revision 'v9'"):

@@ -1,4 +1,4 @@
-"""Models of Ollama and LM Studio: found by their names there, listed, and never trusted."""
+"""Models of Ollama and LM Studio: found by their names, listed, and never trusted."""
 
 import hashlib
 import json
@@ -36,7 +36,9 @@ def ollama(folder: Path, name: str, **changes: Any) -> Path:
     return blob
 
 
-def test_names_of_ollama(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ollama_models_are_found_and_listed_by_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = home / ".ollama" / "models"
     blob = ollama(folder, "registry.ollama.ai/library/llama3.2/latest")
     ollama(folder, "registry.ollama.ai/me/mine/1b")
@@ -63,7 +65,7 @@ def test_names_of_ollama(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"mediaType": "other"}, "has 0 files of weights"),
     ],
 )
-def test_broken_manifests(home: Path, changes: dict[str, Any], message: str) -> None:
+def test_broken_manifests_are_refused(home: Path, changes: dict[str, Any], message: str) -> None:
     ollama(home / ".ollama" / "models", "registry.ollama.ai/library/broken/latest", **changes)
     with pytest.raises(ModelNotFound, match=message):
         resolve_model("broken")
@@ -71,7 +73,7 @@ def test_broken_manifests(home: Path, changes: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"layers": 3}', "[" * 5000])
-def test_manifests_that_are_none(home: Path, text: str) -> None:
+def test_files_that_are_no_manifests_are_refused(home: Path, text: str) -> None:
     manifest = home / ".ollama/models/manifests/registry.ollama.ai/library/bad/latest"
     manifest.parent.mkdir(parents=True)
     manifest.write_text(text)
@@ -79,14 +81,14 @@ def test_manifests_that_are_none(home: Path, text: str) -> None:
         resolve_model("bad")
 
 
-def test_names_that_leave_the_folder(home: Path) -> None:
+def test_names_that_leave_the_folder_are_refused(home: Path) -> None:
     ollama(home / ".ollama" / "models", "registry.ollama.ai/library/llama3.2/latest")
     for name in ("../llama3.2", "llama3.2:../latest", "a/../library/llama3.2", ":latest"):
         with pytest.raises(ModelNotFound):
             resolve_model(name)
 
 
-def test_lm_studio(home: Path) -> None:
+def test_lm_studio_models_are_found_and_listed_by_name(home: Path) -> None:
     folder = home / ".lmstudio" / "models" / "pub" / "tiny-GGUF"
     folder.mkdir(parents=True)
     for name in ("tiny-Q8_0.gguf", "tiny-Q4_K_M.gguf", "mmproj-tiny-F16.gguf"):

@@ -40,14 +40,14 @@ WEIGHTS = "model.safetensors"
 
 
 def edit(folder: Path, **changes: Any) -> None:
-    """Change fields of config.json; None takes one away."""
+    """Change fields of config.json; None removes one."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
 
 
 def rename(folder: Path, *pairs: tuple[str, str]) -> None:
-    """Rename the tensors that begin so."""
+    """Replace the prefixes of tensor names; pairs: (old, new)."""
     tensors = load_file(folder / WEIGHTS)
     for old, new in pairs:
         tensors = {
@@ -58,7 +58,7 @@ def rename(folder: Path, *pairs: tuple[str, str]) -> None:
 
 
 def check(folder: Path, family: str, reference: Any) -> None:
-    """Compare the logits of a prompt with an image with transformers', in float64."""
+    """Compare the logits of a prompt with an image with transformers' logits, in float64."""
     spec = model_spec(folder)
     model = load_model(folder, spec, torch.float64, CPU)
     prompt = prompt_of(family, [1])
@@ -84,7 +84,7 @@ LAYOUTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tensors_have_the_names_of_any_layout(layout: str, tmp_path: Path) -> None:
+def test_tensor_names_of_all_layouts_are_read(layout: str, tmp_path: Path) -> None:
     family, pairs = LAYOUTS[layout]
     reference = write_multimodal(tmp_path, family)
     before = set(load_file(tmp_path / WEIGHTS))
@@ -94,19 +94,19 @@ def test_tensors_have_the_names_of_any_layout(layout: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text_type", ["mistral", "qwen2"])
-def test_llava_has_other_text_parts(text_type: str, tmp_path: Path) -> None:
+def test_llava_runs_with_other_text_parts(text_type: str, tmp_path: Path) -> None:
     reference = write_multimodal(tmp_path, "llava", text_type)
     check(tmp_path, "llava", reference)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe", "llava"])
-def test_a_tied_head(family: str, tmp_path: Path) -> None:
+def test_tied_heads_match_transformers(family: str, tmp_path: Path) -> None:
     reference = write_multimodal(tmp_path, family, ties=True)
     assert not any("lm_head" in name for name in load_file(tmp_path / WEIGHTS))
     check(tmp_path, family, reference)
 
 
-def test_the_text_part_may_stand_in_the_whole_config(tmp_path: Path) -> None:
+def test_text_fields_in_the_whole_models_config_are_read(tmp_path: Path) -> None:
     """As in the authors' checkpoints, with the old name of M-RoPE."""
     reference = write_multimodal(tmp_path, "qwen2_vl", ties=True)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -119,7 +119,7 @@ def test_the_text_part_may_stand_in_the_whole_config(tmp_path: Path) -> None:
     check(tmp_path, "qwen2_vl", reference)
 
 
-def test_experts_may_be_stored_with_inputs_first(tmp_path: Path) -> None:
+def test_experts_with_inputs_first_are_read(tmp_path: Path) -> None:
     reference = write_multimodal(tmp_path, "qwen3_vl_moe")
     tensors = {
         name: tensor.mT.contiguous() if ".experts." in name else tensor
@@ -129,8 +129,8 @@ def test_experts_may_be_stored_with_inputs_first(tmp_path: Path) -> None:
     check(tmp_path, "qwen3_vl_moe", reference)
 
 
-def test_short_configs_of_llava_have_the_sizes_of_transformers() -> None:
-    """As llava-hf writes them."""
+def test_short_llava_configs_have_transformers_default_sizes() -> None:
+    """llava-hf writes such configs."""
     raw = {"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}
     found = text_part(raw)
     sizes = [found[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")]
@@ -138,10 +138,8 @@ def test_short_configs_of_llava_have_the_sizes_of_transformers() -> None:
     assert (found["intermediate_size"], found["vocab_size"]) == (11008, 32064)
 
 
-def test_text_alone_computes_nothing_of_the_tower(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And its bits do not depend on the encoder memory."""
+def test_text_prompts_do_not_run_the_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits do not depend on the encoder memory."""
     reference = write_multimodal(tmp_path, "qwen3_vl")
     spec = model_spec(tmp_path)
     model = load_model(tmp_path, spec, torch.float64, CPU)
@@ -156,7 +154,7 @@ def test_text_alone_computes_nothing_of_the_tower(
 
 
 def packed_formats(model: torch.nn.Module) -> tuple[set[str], set[str]]:
-    """Return the formats of packed weights, of the tower and of the text part."""
+    """Return the formats of packed weights in the tower and in the text part."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for name, module in model.named_modules():
         weight = vars(module).get("weight")
@@ -165,7 +163,7 @@ def packed_formats(model: torch.nn.Module) -> tuple[set[str], set[str]]:
     return found[True], found[False]
 
 
-def test_quantising_leaves_out_the_tower(tmp_path: Path) -> None:
+def test_quantisation_skips_the_tower(tmp_path: Path) -> None:
     write_multimodal(tmp_path, "qwen2_5_vl")
     formats = WeightFormats(Quantization("int8", 8))
     options = LoadOptions(formats=formats)
@@ -174,14 +172,14 @@ def test_quantising_leaves_out_the_tower(tmp_path: Path) -> None:
     assert of_tower == {"bfloat16"} and "int8" in of_text
 
 
-@pytest.mark.parametrize("kept", ["visual.", "nothing"])
-def test_the_files_say_which_layers_are_quantised(kept: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain_prefix", ["visual.", "nothing"])
+def test_the_files_decide_which_layers_are_quantised(plain_prefix: str, tmp_path: Path) -> None:
     write_multimodal(tmp_path, "qwen2_vl")
     form = writers.integers_of(8, "channel", packed=False)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(tmp_path / WEIGHTS).items():
         module, is_linear = name.removesuffix(".weight"), tensor.dim() == 2 and ".layers." in name
-        is_linear |= ".blocks." in name and tensor.dim() == 2 and not name.startswith(kept)
+        is_linear |= ".blocks." in name and tensor.dim() == 2 and not name.startswith(plain_prefix)
         parts = form.writer(module, tensor.float())[0] if is_linear else {"weight": tensor}
         tensors |= {
             name if not is_linear else f"{module}.{end}": each.contiguous()
@@ -193,7 +191,7 @@ def test_the_files_say_which_layers_are_quantised(kept: str, tmp_path: Path) -> 
     of_tower, of_text = packed_formats(model)
     quantised = of_text - {"bfloat16"}
     assert quantised
-    assert of_tower == {"bfloat16"} | (set() if kept == "visual." else quantised)
+    assert of_tower == {"bfloat16"} | (set() if plain_prefix == "visual." else quantised)
 
 
 @pytest.mark.parametrize(("num_ranks", "family"), [(3, "qwen3_vl"), (2, "llava_next")])
@@ -214,7 +212,7 @@ def test_each_rank_has_the_whole_tower(num_ranks: int, family: str, tmp_path: Pa
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_stages_read_features_after_their_first_layers(tmp_path: Path) -> None:
+def test_each_stage_adds_the_deepstack_features_of_its_layers(tmp_path: Path) -> None:
     """With four stages, features are added in the first two (DeepStack)."""
     reference = write_multimodal(tmp_path, "qwen3_vl")
     spec, prompt = model_spec(tmp_path), prompt_of("qwen3_vl", [0])
@@ -248,7 +246,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "changes", "message"), REFUSED)
-def test_what_is_not_implemented_is_refused_by_name(
+def test_unsupported_configs_are_refused_by_field(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write_multimodal(tmp_path, family)
@@ -259,14 +257,14 @@ def test_what_is_not_implemented_is_refused_by_name(
 
 
 def test_text_parts_without_a_class_are_left_to_transformers() -> None:
-    """They run without images, as those of all other models."""
+    """They run without images, like those of all other models."""
     raw = {"model_type": "llava", "text_config": {"model_type": "starcoder2"}}
     assert text_part(raw) == raw
     with pytest.raises(ModelError, match="one of llama, mistral, qwen2"):
         text_part(raw, has_class=True)
 
 
-def test_every_family_has_a_class_and_a_text_part_with_one() -> None:
+def test_every_family_and_its_text_parts_have_classes() -> None:
     assert MULTIMODAL.keys() == FAMILIES.keys()
     for family in FAMILIES.values():
         for text_type in family.text_types.values():

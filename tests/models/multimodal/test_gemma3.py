@@ -1,4 +1,4 @@
-"""Gemma 3 with images: tokens of an image see each other in both directions.
+"""Gemma 3 with images: tokens of an image attend to each other in both directions.
 
 Covers `models/multimodal/gemma3.py` and `models/families/gemma.py`.
 """
@@ -59,8 +59,8 @@ def prompts_of() -> list[Prompt]:
 
 @pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("window", [LARGER, SMALLER])
-def test_logits_are_those_of_transformers(window: int, num_steps: int) -> None:
-    """Of prompts with two images, one and none, in windows larger and smaller than an image."""
+def test_logits_match_transformers(window: int, num_steps: int) -> None:
+    """Prompts have two images, one and none. Windows are larger and smaller than an image."""
     reference, spec, model = loaded(torch.float64, window)
     prompts = prompts_of()
     chunks = cut_between_images(prompts, num_steps)
@@ -71,7 +71,7 @@ def test_logits_are_those_of_transformers(window: int, num_steps: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_an_image_read_causally_gives_other_logits() -> None:
+def test_causal_attention_within_an_image_changes_its_logits() -> None:
     _, spec, model = loaded(torch.float64)
     prompts = prompts_of()[:1]
     chunks = cut(prompts, 1)
@@ -85,7 +85,7 @@ def test_an_image_read_causally_gives_other_logits() -> None:
 
 
 @pytest.mark.parametrize("window", [LARGER, SMALLER])
-def test_the_core_computes_the_same_bits_alone_and_in_a_batch(window: int) -> None:
+def test_core_bits_do_not_depend_on_the_batch(window: int) -> None:
     _, spec, model = loaded(torch.float32, window)
     prompts = prompts_of()
     run: dict[str, Any] = {"is_whole": True, "backend": "cpu", "native": True}

@@ -45,8 +45,8 @@ def prompts_of(family: str) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2_5_vl", "qwen3_vl_moe", "llava_next"))
-def test_logits_are_those_of_transformers(family: str) -> None:
-    """Of whole prompts, and of prompts in chunks that cut images."""
+def test_logits_match_transformers(family: str) -> None:
+    """With whole prompts, and with chunks that cut images."""
     reference, spec, model = loaded(family, torch.float64)
     prompts = prompts_of(family)
     for num_steps in (1, 5):
@@ -58,7 +58,7 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2_vl", "qwen3_vl", "llava"))
-def test_the_core_computes_the_same_bits_alone_and_in_a_batch(family: str) -> None:
+def test_core_bits_do_not_depend_on_the_batch(family: str) -> None:
     _, spec, model = loaded(family, torch.float32)
     prompts = prompts_of(family)
     by_torch = run_prompts(model, spec, prompts, cut(prompts, 3))

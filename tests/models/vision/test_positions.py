@@ -22,7 +22,7 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 
 
 class Prompt:
-    """A random mix of text, images and videos, as both sides describe it."""
+    """A random mix of text, images and videos, as quire and transformers describe it."""
 
     def __init__(self, family: str, merge: int, random: np.random.Generator) -> None:
         self.kinds: list[int] = []
@@ -63,7 +63,7 @@ class Prompt:
         self.kinds += [kind] * (int(np.prod(grid)) // merge**2)
 
     def reference(self, family: str, merge: int) -> tuple[np.ndarray, int]:
-        """Return positions and delta of transformers."""
+        """Return transformers' positions and delta."""
         kind = MODELS[family]
         vision = SimpleNamespace(spatial_merge_size=merge, tokens_per_second=TOKENS_PER_SECOND)
         model = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
@@ -82,7 +82,7 @@ class Prompt:
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("merge", [1, 2])
-def test_positions_are_those_of_transformers(family: str, merge: int) -> None:
+def test_positions_match_transformers(family: str, merge: int) -> None:
     random = np.random.default_rng(merge)
     lags = set()
     for _ in range(25):
@@ -93,16 +93,16 @@ def test_positions_are_those_of_transformers(family: str, merge: int) -> None:
         np.testing.assert_array_equal(got, wanted)
         assert delta == wanted_delta
         lags.add(delta)
-    assert len(lags) > 5, "the prompts differ"
+    assert len(lags) > 5, "the prompts vary too little"
 
 
-def test_text_alone_has_its_own_indices() -> None:
+def test_positions_of_text_are_its_indices() -> None:
     positions, delta = mrope_positions(5, [], 2)
     assert positions.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert delta == 0
 
 
-def test_text_after_an_image_continues_after_its_larger_side() -> None:
+def test_text_continues_after_the_larger_side_of_an_image() -> None:
     positions, delta = mrope_positions(9, [(2, (1, 4, 6))], 2)
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5],
@@ -112,7 +112,7 @@ def test_text_after_an_image_continues_after_its_larger_side() -> None:
     assert delta == -3
 
 
-def test_images_out_of_order_are_our_own_mistake() -> None:
+def test_misplaced_images_fail_an_assertion() -> None:
     with pytest.raises(AssertionError, match="order of the prompt"):
         mrope_positions(9, [(4, (1, 2, 2)), (2, (1, 2, 2))], 2)
     with pytest.raises(AssertionError, match="all tokens of an image"):

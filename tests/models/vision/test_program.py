@@ -1,4 +1,4 @@
-"""The blocks of towers as programs of the C++ core: results, ranges, memory, and the way back.
+"""Blocks of towers as programs of the C++ core: results, ranges, memory, and the fallback.
 
 Covers `models/vision/program.py`.
 """
@@ -32,8 +32,8 @@ def inputs_of(tower: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     x_TD = torch.randn(NUM_PATCHES, sizes.width, generator=random).to(tower.dtype)
     if not hasattr(sizes, "theta"):
         return x_TD, None
-    places = torch.randint(0, 12, (NUM_PATCHES, 2), generator=random).numpy()
-    return x_TD, axial_rotary_rows(places, sizes.head_dim, 100.0, tower.dtype, tower.device)
+    positions = torch.randint(0, 12, (NUM_PATCHES, 2), generator=random).numpy()
+    return x_TD, axial_rotary_rows(positions, sizes.head_dim, 100.0, tower.dtype, tower.device)
 
 
 def program_of(tower: VisionTower) -> BlockProgram:
@@ -45,7 +45,7 @@ def program_of(tower: VisionTower) -> BlockProgram:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
-def test_the_core_computes_what_the_operations_do(
+def test_core_results_match_the_operations(
     family: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     found, exact = checkpoint(family).tower(dtype), checkpoint(family).tower()
@@ -61,7 +61,7 @@ def test_the_core_computes_what_the_operations_do(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_range_has_the_same_bits_whatever_is_in_others(family: str) -> None:
+def test_the_bits_of_a_range_do_not_depend_on_other_ranges(family: str) -> None:
     tower = checkpoint(family).tower(torch.float32)
     program, (x_TD, rows), end = program_of(tower), inputs_of(tower), CUTS[0][1]
     whole = program.run(x_TD, CUTS, rows)
@@ -77,7 +77,7 @@ def test_a_range_has_the_same_bits_whatever_is_in_others(family: str) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [8, 72, 80])
-def test_heads_of_all_sizes(head_dim: int) -> None:
+def test_all_sizes_of_heads_match_the_operations(head_dim: int) -> None:
     changes = {"hidden_size": 2 * head_dim, "num_heads": 2}
     found = checkpoint("qwen3_vl", json.dumps({"vision_config": changes}))
     tower, exact = found.tower(torch.float32), found.tower()
@@ -89,7 +89,7 @@ def test_heads_of_all_sizes(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [[0, -1], [-2, -2]])
-def test_a_state_may_be_the_input_or_be_read_twice(layers: list[int]) -> None:
+def test_the_input_and_repeated_states_may_be_read(layers: list[int]) -> None:
     found = checkpoint("llava", json.dumps({"vision_feature_layer": layers}))
     tower, exact = found.tower(torch.float32), found.tower()
     x_TD, _ = inputs_of(tower)
@@ -100,15 +100,15 @@ def test_a_state_may_be_the_input_or_be_read_twice(layers: list[int]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_images_need_the_blocks_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_are_traced_only_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tower, images = checkpoint(family).tower(torch.float32), images_of(family)
     first = tower.encode(images[0])
-    monkeypatch.setattr(tower, "states", None)  # whoever calls the blocks again fails
+    monkeypatch.setattr(tower, "states", None)  # calling the blocks again fails
     assert torch.equal(tower.encode(images[0]), first)
     assert torch.isfinite(tower.encode(images[1])).all()
 
 
-def test_what_the_core_cannot_trace_runs_operation_by_operation(
+def test_untraceable_blocks_run_operation_by_operation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     @op("strange_activation")
@@ -128,15 +128,13 @@ def test_what_the_core_cannot_trace_runs_operation_by_operation(
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, *tuple(FAMILIES)[::2]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_program_takes_no_more_memory_than_the_tower_says(
-    family: str, dtype: torch.dtype
-) -> None:
+def test_a_programs_memory_stays_within_the_towers_bound(family: str, dtype: torch.dtype) -> None:
     tower = wide_checkpoint(family).tower(dtype)
     image, num_cuts = images_of(family)[0], 2 if family == "qwen2_5_vl" else 1
     patches_per_token = num_patches(tower, image) / len(tower.encode(image))
-    held = program_of(tower).num_bytes(num_cuts) * patches_per_token
+    taken = program_of(tower).num_bytes(num_cuts) * patches_per_token
     bound = 4 * tower.numbers_per_token  # memory_plan.py counts 4 bytes at least on a CPU
-    assert held <= bound < 5 * held  # a core without bfloat16 instructions holds a little less
+    assert taken <= bound < 5 * taken  # a core without bfloat16 instructions takes a little less
 
 
 def num_patches(tower: Any, image: Any) -> int:

@@ -46,7 +46,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def reference(found: Checkpoint, images: list[Any]) -> list[torch.Tensor]:
-    """Return what transformers computes of all images in one call."""
+    """Return transformers' features of all images, computed in one call."""
     frames = found.model.config.vision_config.temporal_patch_size
     values = []
     for image in images:
@@ -62,7 +62,7 @@ def reference(found: Checkpoint, images: list[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
-def test_towers_compute_what_transformers_does(family: str, changes: dict[str, Any]) -> None:
+def test_towers_match_transformers(family: str, changes: dict[str, Any]) -> None:
     found = checkpoint(family, json.dumps({"vision_config": changes}))
     tower = found.tower()
     is_single = changes.get("temporal_patch_size") == 1
@@ -82,7 +82,7 @@ def test_deepstack_features_follow_the_embeddings() -> None:
 
 @pytest.mark.parametrize("merge", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_windows_are_those_of_transformers(merge: int, groups: int) -> None:
+def test_windows_match_transformers(merge: int, groups: int) -> None:
     random = np.random.default_rng(merge + 10 * groups)
     for frames, rows, columns in random.integers(1, 8, (12, 3)).tolist():
         grid = (frames, rows * merge, columns * merge)
@@ -94,8 +94,8 @@ def test_windows_are_those_of_transformers(merge: int, groups: int) -> None:
         assert bounds == lengths.tolist()
 
 
-def test_positions_at_the_corners_are_the_tables() -> None:
+def test_positions_at_the_corners_are_those_of_the_table() -> None:
     entries, weights = interpolated_positions((1, 4, 6), 2, 5)
     np.testing.assert_allclose(weights.sum(1), 1.0)
     nearest = entries[np.arange(24), weights.argmax(1)]
-    assert [nearest[place] for place in (0, 9, 14, 23)] == [0, 4, 20, 24]
+    assert [nearest[index] for index in (0, 9, 14, 23)] == [0, 4, 20, 24]

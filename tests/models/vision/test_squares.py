@@ -36,7 +36,7 @@ LLAVA_NEXT: list[dict[str, Any]] = [{}, {"vision_feature_layer": [-3, -1]}]
 
 
 def squares_of(found: Checkpoint, image: Any) -> torch.Tensor:
-    """Return the model input of transformers, [squares, 3, H, W]."""
+    """Return transformers' model input, [squares, 3, H, W]."""
     return looked_up(image, 3).permute(0, 3, 1, 2)
 
 
@@ -45,7 +45,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("changes", GEMMA)
-def test_gemma3_reads_an_image_and_its_crops(changes: dict[str, Any]) -> None:
+def test_gemma3_features_of_images_and_crops_match_transformers(changes: dict[str, Any]) -> None:
     found = checkpoint("gemma3", json.dumps(changes))
     images = [random_image(seed, (num, 14, 14, 3), (num,)) for seed, num in enumerate((1, 3, 2))]
     ours = found.tower()(images)
@@ -59,7 +59,7 @@ def test_gemma3_reads_an_image_and_its_crops(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changes", LLAVA)
-def test_llava_reads_squares(changes: dict[str, Any]) -> None:
+def test_llava_features_match_transformers(changes: dict[str, Any]) -> None:
     found = checkpoint("llava", json.dumps(changes))
     images = [random_image(seed, (1, 12, 12, 3), (4, 4)) for seed in range(3)]
     ours = found.tower()(images)
@@ -71,8 +71,8 @@ def test_llava_reads_squares(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("changes", LLAVA_NEXT)
-def test_llava_next_assembles_tiles(changes: dict[str, Any]) -> None:
-    """Wide, high and square images, which the processor cuts into tiles."""
+def test_llava_next_features_of_tiles_match_transformers(changes: dict[str, Any]) -> None:
+    """For wide, high and square images, which the processor cuts into tiles."""
     found = checkpoint("llava_next", json.dumps(changes))
     config = {"size": {"shortest_edge": 12}, "crop_size": {"height": 12, "width": 12},
               "image_grid_pinpoints": found.config["image_grid_pinpoints"]}  # fmt: skip

@@ -49,7 +49,7 @@ def images_of(family: str) -> list[RandomImage]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_image_has_the_same_bits_alone_and_with_others(family: str) -> None:
+def test_the_bits_of_an_image_do_not_depend_on_the_batch(family: str) -> None:
     tower = checkpoint(family).tower(torch.float32)
     images = images_of(family)
     alone = [tower([image])[0] for image in images]
@@ -73,16 +73,16 @@ def test_low_precision_is_near_the_exact_result(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_checkpoints_may_put_more_around_a_tower(family: str) -> None:
-    """`model.` before all names, and `vision_model.` in the tower's, as older checkpoints do."""
+def test_additional_prefixes_of_tensor_names_are_read(family: str) -> None:
+    """Older checkpoints put `model.` before all names, and `vision_model.` into the tower's."""
     found = checkpoint(family)
-    around = {
+    prefixed = {
         "model." + name.replace("vision_tower.", "vision_tower.vision_model."): tensor
         for name, tensor in found.tensors.items()
         if not name.startswith(("model.", "lm_head"))
     } or found.tensors
     image = images_of(family)[0]
-    tower = load_tower(family, found.config, around, torch.float64)
+    tower = load_tower(family, found.config, prefixed, torch.float64)
     assert torch.equal(tower([image])[0], found.tower()([image])[0])
 
 
@@ -134,7 +134,7 @@ REFUSED_OUTSIDE: list[tuple[str, dict[str, Any], str]] = [
     ("family", "changes", "message"),
     [*((family, {"vision_config": own}, text) for family, own, text in REFUSED), *REFUSED_OUTSIDE],
 )
-def test_what_is_not_implemented_is_refused_by_name(
+def test_unsupported_configs_are_refused_by_field(
     family: str, changes: dict[str, Any], message: str
 ) -> None:
     spec_of(family, CONFIGS[family])
@@ -148,14 +148,14 @@ def test_a_config_without_a_tower_is_refused() -> None:
 
 
 class ReadRecorder(dict[str, Any]):
-    """A dictionary that notes which of its keys are read."""
+    """A dictionary that records which of its keys are read."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(values)
         self.seen: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value, and note the key."""
+        """Return the value, and record the key."""
         self.seen.add(key)
         return super().get(key, default)
 
@@ -172,7 +172,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_field_of_a_tower_is_read(family: str) -> None:
+def test_every_field_of_a_towers_config_is_read(family: str) -> None:
     config = copy.deepcopy(checkpoint(family).config)
     tower = ReadRecorder(config["vision_config"])
     spec_of(family, config | {"vision_config": tower})
@@ -197,7 +197,7 @@ def test_ranges_must_hold_all_patches() -> None:
 
 
 def wide_checkpoint(family: str) -> Checkpoint:
-    """Return a checkpoint whose layers take more memory than what is around them."""
+    """Return a checkpoint whose layers take more memory than the rest of the tower."""
     wide = {"embed_dim" if family == "qwen2_vl" else "hidden_size": 64, "intermediate_size": 300}
     return checkpoint(family, json.dumps({"vision_config": wide}))
 
@@ -218,21 +218,21 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _note(self, storage: Any) -> None:
-        place, num_bytes = storage.data_ptr(), storage.nbytes()
-        if num_bytes == 0 or place in self._known:
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        if num_bytes == 0 or address in self._known:
             return
-        self._known.add(place)
+        self._known.add(address)
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, place, num_bytes)
+        weakref.finalize(storage, self._forget, address, num_bytes)
 
-    def _forget(self, place: int, num_bytes: int) -> None:
-        self._known.discard(place)
+    def _forget(self, address: int, num_bytes: int) -> None:
+        self._known.discard(address)
         self.now -= num_bytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_encoding_takes_no_more_memory_than_the_tower_says(family: str) -> None:
+def test_encoding_memory_stays_within_the_towers_bound(family: str) -> None:
     tower = wide_checkpoint(family).tower()
     for image in images_of(family):
         with LiveBytes() as live, torch.inference_mode():
