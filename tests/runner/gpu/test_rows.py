@@ -1,4 +1,4 @@
-"""A plan's changes of the rows, at once and late, by torch's operations and by kernels."""
+"""A plan's changes of the rows, immediate and late, by torch's operations and by kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.runner.late_device import LateDevice
 
 
 def rows_of(device: Any, how: str) -> DeviceRows:
-    """Five rows of 16 tokens, in blocks of 4."""
+    """Return five rows of 16 tokens, in blocks of 4."""
     state = empty_rows(device.device, 5, 16, 1, 4)
     ops: StepOps = TorchOps(device, state)
     if how == "kernels":
@@ -32,8 +32,8 @@ def rows_of(device: Any, how: str) -> DeviceRows:
 
 @pytest.mark.parametrize("how", ["torch", "kernels"])
 @pytest.mark.parametrize("make", [HostDevice, LateDevice])
-def test_a_plan_changes_the_rows_in_its_order(how: str, make: Callable[..., Any]) -> None:
-    """A row starts, is forked twice, a fork is forked; then tokens and tables are written."""
+def test_plan_changes_rows_in_order(how: str, make: Callable[..., Any]) -> None:
+    """A row starts and is forked twice, and a fork is forked. Then tokens and tables change."""
     device = make(torch.device("cpu"))
     rows = rows_of(device, how)
     params = SamplingParams(temperature=0.0)
