@@ -45,7 +45,7 @@ def words_of(name: str, theirs: VllmSetting, value: object) -> list[str]:
 
 @functools.cache
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of `quire serve` with all of vLLM's flags; `_parse` adds only given ones."""
+    """Return the parser of `quire serve` with all vLLM flags; `_parse` adds given ones only."""
     made = HelpParser()
     add_settings(made, *SERVER, model_first=True)
     spellings = [short for each in FLAGS.values() for short in each.short]

@@ -32,7 +32,7 @@ def names(sessions: list[Session]) -> set[int]:
 
 
 def numbers(sessions: list[Session]) -> tuple[float, float, float, float]:
-    """Return turns per session, input and output tokens per turn, and the share of repeated input."""
+    """Return turns per session, input and output tokens per turn, and the repeated share."""
     num_turns = num_input = num_output = num_new = 0
     for session in sessions:
         context = 0
@@ -93,7 +93,7 @@ def test_aiperf_sessions_are_read(tmp_path: Path) -> None:
 
 
 def test_mooncake_lines_become_sessions(tmp_path: Path) -> None:
-    """Later lines of a session follow the previous answer. A line without session is one session."""
+    """Later lines of a session follow the previous answer; other lines are sessions of one turn."""
     lines = [
         {"timestamp": 2000, "session_id": "s", "input_length": 3, "output_length": 1,
          "hash_ids": [5, 6]},

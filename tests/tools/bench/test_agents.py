@@ -75,8 +75,8 @@ def test_two_turns_report_reusable_and_reused_tokens(
 
 
 def test_subagents_fork_and_return() -> None:
-    """A subagent's prompt begins with its parent's context, and the parent's next prompt includes the
-    subagent's answer."""
+    """A subagent's prompt begins with its parent's context, and the parent's next prompt includes
+    the subagent's answer."""
     fake = FakeWithIds()
     line = "--shape agentx --scale 0.001 --num-sessions 3 --num-alone 1 --speed inf --arrival-s 0"
     assert bench(fake, line) == 0
