@@ -99,13 +99,13 @@ def test_checkpoints_of_all_formats_hold_the_same_weights(tmp_path: Path) -> Non
     spec = load_spec(plain)
     cost = step_cost(spec, torch.bfloat16)
     assert (cost.layers, cost.head) == (SMALL.layer_weights, SMALL.head_weights)
-    wanted = dict(load_model(plain, spec, torch.float64, device).named_parameters())
+    reference = dict(load_model(plain, spec, torch.float64, device).named_parameters())
     for bits, steps in ((8, 127), (4, 7)):
         folder = write_compressed(plain, bits, tmp_path / f"compressed{bits}")
         made = load_model(folder, load_spec(folder), torch.float64, device)
         actual, num_rounded = dict(made.named_parameters()), 0
-        assert actual.keys() == wanted.keys()
-        for name, weight in wanted.items():
+        assert actual.keys() == reference.keys()
+        for name, weight in reference.items():
             furthest = (actual[name] - weight).abs().max() / weight.abs().max()
             assert furthest <= 0.8 / steps, name  # half a step, and the rounding of its scale
             num_rounded += bool(furthest > 0.2 / steps)

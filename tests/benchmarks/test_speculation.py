@@ -85,8 +85,8 @@ def looked_up(tokens: list[int], num: int) -> list[int]:
 
 
 def test_record_holds_the_proposals_of_all_steps() -> None:
-    """This includes steps in which drafting would pause. A plain search of the earlier text gives the
-    expected proposals."""
+    """This includes steps in which drafting would pause. A plain search of the earlier text gives
+    the expected proposals."""
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=80, ignore_eos=True)
     prompt = RenderedPrompt(list(range(20, 30)))
     config = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 2}

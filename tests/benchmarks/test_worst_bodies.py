@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_worst_bodies_have_bounded_costs(tmp_path: Path) -> None:
-    """The limits are generous, since the machine may be busy. Unbounded work took 28 s and 800 times
-    the memory."""
+    """The limits are generous, since the machine may be busy. Unbounded work took 28 s and 800
+    times the memory."""
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "benchmarks.server.worst_bodies", "--output-json", str(report)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1200, stdout=subprocess.DEVNULL)

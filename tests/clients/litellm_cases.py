@@ -1,4 +1,4 @@
-"""litellm: as `openai/MODEL` and as `hosted_vllm/MODEL`; texts, forms, tools and reasoning."""
+"""litellm: as `openai/MODEL` and as `hosted_vllm/MODEL`; texts, schemas, tools and reasoning."""
 
 import asyncio
 import json
@@ -16,13 +16,19 @@ PROVIDERS = ("openai", "hosted_vllm")
 
 def fields(server: Served, provider: str, **more: Any) -> dict[str, Any]:
     where = {"model": f"{provider}/{server.model}", "api_base": server.url, "api_key": KEY}
-    how = {"messages": MESSAGES, "seed": SEED, "max_tokens": 400, "timeout": 60, "num_retries": 0}
-    return where | how | more
+    settings = {
+        "messages": MESSAGES,
+        "seed": SEED,
+        "max_tokens": 400,
+        "timeout": 60,
+        "num_retries": 0,
+    }
+    return where | settings | more
 
 
 @pytest.fixture(params=PROVIDERS)
 def ask(request: pytest.FixtureRequest, server: Served) -> Any:
-    """litellm.completion with the fields that all cases give."""
+    """litellm.completion with the fields that all cases send."""
     return lambda **more: litellm.completion(**fields(server, request.param, **more))
 
 
@@ -47,8 +53,8 @@ def test_text_completion(server: Served) -> None:
 
 def test_acompletion(server: Served, run: Any) -> None:
     async def together() -> Any:
-        asked = [fields(server, "openai", max_tokens=4, seed=seed) for seed in range(3)]
-        return await asyncio.gather(*(litellm.acompletion(**each) for each in asked))
+        requests = [fields(server, "openai", max_tokens=4, seed=seed) for seed in range(3)]
+        return await asyncio.gather(*(litellm.acompletion(**each) for each in requests))
 
     assert len(run(together())) == 3
 
@@ -126,8 +132,8 @@ def test_tools_answered(ask: Any) -> None:
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_reasoning(thinker: Served, provider: str) -> None:
     extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
-    asked = fields(thinker, provider, extra_body=extra, response_format=Fox)
-    answer = litellm.completion(**asked)
+    requests = fields(thinker, provider, extra_body=extra, response_format=Fox)
+    answer = litellm.completion(**requests)
     message = answer.choices[0].message
     assert message.reasoning_content and Fox.model_validate_json(message.content)
     assert answer.usage.completion_tokens_details.reasoning_tokens > 0
@@ -135,8 +141,8 @@ def test_reasoning(thinker: Served, provider: str) -> None:
 
 def test_reasoning_stream(thinker: Served) -> None:
     extra = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 12}
-    asked = fields(thinker, "hosted_vllm", extra_body=extra, response_format=Fox, stream=True)
-    chunks = list(litellm.completion(**asked))
+    requests = fields(thinker, "hosted_vllm", extra_body=extra, response_format=Fox, stream=True)
+    chunks = list(litellm.completion(**requests))
     thoughts = [getattr(chunk.choices[0].delta, "reasoning_content", None) for chunk in chunks]
     texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
     assert any(thoughts) and isinstance(Fox.model_validate_json("".join(texts)), BaseModel)

@@ -1,4 +1,4 @@
-"""pydantic-ai: objects by its three kinds of output, tools, streams; through two providers."""
+"""pydantic-ai: objects by its three kinds of output, tools and streams, with two providers."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ from pydantic_ai.tools import ToolDefinition
 from tests.clients import given
 from tests.clients.given import ASK, FORMS, KEY, SEED, Fox, Served
 
-BOUND = {"tool": ToolOutput, "native": NativeOutput}  # by these the server knows the form
+BOUND = {"tool": ToolOutput, "native": NativeOutput}  # outputs that send the schema to the server
 
 
 class Hint(BaseModel):
-    """What any JSON object can be read as."""
+    """A model that any JSON object can be read as."""
 
     name: str = ""
 
@@ -88,7 +88,7 @@ def test_output_stream(server: Served, run: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOUND)
 def test_output_vllm(server: Served, run: Any, kind: str) -> None:
-    """Through the provider that knows vLLM, which also shows the form in the prompt."""
+    """Uses vLLM's provider, which also puts the schema into the prompt."""
     agent = Agent(model_of(server, VLLMProvider), output_type=BOUND[kind](Fox), retries=0)
     assert isinstance(run(agent.run(ASK)).output, Fox)
 
@@ -102,20 +102,20 @@ def test_output_tool_with_prefix(server: Served, run: Any) -> None:
 
 
 def test_output_or_text(server: Served, run: Any) -> None:
-    """The model may choose."""
+    """The model may answer with either."""
     agent = Agent(model_of(server, max_tokens=60), output_type=[Fox, str], retries=0)
     assert isinstance(run(agent.run(ASK)).output, Fox | str)
 
 
 def test_output_prompted(server: Served, run: Any) -> None:
-    """The form stands in the prompt alone; the server is told that it is to be an object."""
+    """Only the prompt has the schema; the request asks for any object."""
     model = model_of(server, logit_bias=given.brief(server))
     agent = Agent(model, output_type=PromptedOutput(Hint), retries=0)
     assert isinstance(run(agent.run(ASK)).output, Hint)
 
 
-def test_output_asked_again(server: Served, run: Any) -> None:
-    """What is refused goes back with the reason, and another answer comes."""
+def test_refused_output_is_requested_again(server: Served, run: Any) -> None:
+    """A refused answer is sent back with the reason, and the model answers again."""
     agent = agent_of(server, output_type=ToolOutput(Fox), retries=2)
     seen: list[Fox] = []
 
@@ -138,7 +138,7 @@ TOOLS = [
 
 
 def ask(server: Served, messages: list[Any], choice: Any, stream: bool = False) -> Any:
-    """Make one request of the model, without an agent's loop."""
+    """Send one request to the model, without an agent's loop."""
     how = model_request_stream if stream else model_request
     parameters = ModelRequestParameters(function_tools=TOOLS)
     settings: Any = {"tool_choice": choice}
@@ -175,7 +175,7 @@ def test_tools_stream(server: Served, run: Any) -> None:
 
 
 def test_tools_answered(server: Served, run: Any) -> None:
-    """The results go back, and a text comes."""
+    """The results are sent back, and the model answers with a text."""
     response = run(ask(server, [QUESTION], "required"))
     results = ModelRequest(
         [
@@ -188,7 +188,7 @@ def test_tools_answered(server: Served, run: Any) -> None:
 
 
 def test_tools_in_a_run(server: Served, run: Any) -> None:
-    """The model calls a function or gives its object; the function is there once."""
+    """The model calls a function or returns its object; the function is offered once."""
     called: list[given.Add] = []
 
     async def once(_: Any, definition: ToolDefinition) -> ToolDefinition | None:
