@@ -105,9 +105,9 @@ def test_value_comes_from_one_row() -> None:
         value_of(Value("m/toy.json", "{best:.1f}", {"engine": "a"}), results)
 
 
-def only(file: str, field: str, **wanted: Any) -> Any:
+def only(file: str, field: str, **values: Any) -> Any:
     """Return a field of the one row that has these values."""
-    (row,) = RESULTS[file].where(**wanted)
+    (row,) = RESULTS[file].where(**values)
     return row[field]
 
 

@@ -26,7 +26,7 @@ SMALL = ("--max-num-seqs", "4", "--max-model-len", "512", "--kv-cache-memory-byt
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_again() -> Iterator[None]:
-    """Freeze objects again, since a batch in this process unfreezes those of tests/conftest.py.
+    """Freeze objects again, since a batch in this process unfreezes the ones of tests/conftest.py.
     Otherwise later collections would visit the objects of all tests."""
     yield
     gc.collect()

@@ -68,7 +68,7 @@ def test_trace_is_replayed_at_another_rate(tmp_path: Path) -> None:
     assert found["request_rate"] == 20 and 0.4 < float(str(found["duration"])) < 0.8
 
 
-def test_a_session_continues_after_a_refused_request(tmp_path: Path) -> None:
+def test_session_continues_after_a_refused_request(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     lines: list[dict[str, object]] = [
         {"timestamp": 0, "input_length": 1024, "output_length": 4, "hash_ids": [1, 2]},

@@ -17,7 +17,7 @@ WAYS = {"calls": {}, "forms": {"should_use_structured_outputs": True}}
 
 
 def llm_of(server: Served, **more: Any) -> OpenAILike:
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "is_chat_model": True,
         "is_function_calling_model": True,
         "context_window": 2048,
@@ -25,7 +25,7 @@ def llm_of(server: Served, **more: Any) -> OpenAILike:
         "max_retries": 0,
         "additional_kwargs": {"seed": SEED},
     }
-    return OpenAILike(model=server.model, api_base=server.url, api_key=KEY, **(how | more))
+    return OpenAILike(model=server.model, api_base=server.url, api_key=KEY, **(options | more))
 
 
 @pytest.fixture(params=WAYS)
@@ -96,8 +96,8 @@ def test_predict_stream(server: Served) -> None:
 
 def test_predict_stream_of_calls(server: Served) -> None:
     """Uses a program, since stream_structured_predict lets the model choose whether to call."""
-    how: Any = {"llm": llm_of(server), "prompt": PROMPT, "tool_choice": "required"}
-    *_, last = FunctionCallingProgram.from_defaults(given.Owned, **how).stream_call()
+    options: Any = {"llm": llm_of(server), "prompt": PROMPT, "tool_choice": "required"}
+    *_, last = FunctionCallingProgram.from_defaults(given.Owned, **options).stream_call()
     given.Owned.model_validate(last.model_dump())
 
 
@@ -135,8 +135,8 @@ def test_tools_named(server: Served) -> None:
 
 def test_tools_parallel(server: Served) -> None:
     llm = llm_of(server)
-    how = {"tool_required": True, "allow_parallel_tool_calls": True}
-    assert check_calls(llm, llm.chat_with_tools(TOOLS, user_msg=ASK, **how))
+    options = {"tool_required": True, "allow_parallel_tool_calls": True}
+    assert check_calls(llm, llm.chat_with_tools(TOOLS, user_msg=ASK, **options))
 
 
 def test_tools_stream(server: Served) -> None:

@@ -37,8 +37,8 @@ def agent_of(server: Served, request: pytest.FixtureRequest) -> AgentOf:
 
     def make(*, settings: dict[str, Any] | None = None, **more: Any) -> Any:
         seed = {"extra_body": {"seed": SEED}}
-        how = {"max_tokens": 400} | seed | (settings or {})
-        given = {"name": "Fox", "model": model, "model_settings": ModelSettings(**how)}
+        options = {"max_tokens": 400} | seed | (settings or {})
+        given = {"name": "Fox", "model": model, "model_settings": ModelSettings(**options)}
         return Agent(**(given | more))
 
     return make
@@ -101,9 +101,9 @@ def tools() -> tuple[list[Any], list[str]]:
 def test_tools(agent_of: AgentOf, run: Any, choice: str) -> None:
     """A tool runs with the model's arguments, and its result is the result of the run."""
     functions, called = tools()
-    how = {"tool_choice": choice, "parallel_tool_calls": False}
+    options = {"tool_choice": choice, "parallel_tool_calls": False}
     more = {"tools": functions, "tool_use_behavior": "stop_on_first_tool"}
-    result = run(Runner.run(agent_of(settings=how, **more), ASK))
+    result = run(Runner.run(agent_of(settings=options, **more), ASK))
     assert len(called) == 1 and choice in ("required", called[0])
     assert result.final_output is not None
 

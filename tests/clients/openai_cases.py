@@ -101,13 +101,13 @@ def test_chat_stream(client: Client) -> None:
 
 
 def test_chat_async(server: Served, run: Any) -> None:
-    async def ask() -> Any:
+    async def send_requests() -> Any:
         async with openai.AsyncOpenAI(base_url=server.url, api_key=KEY, timeout=60) as client:
             more = {"model": server.model, "messages": MESSAGES, "max_tokens": 8}
             chat = client.chat.completions
             return await asyncio.gather(*(chat.create(seed=seed, **more) for seed in range(4)))
 
-    assert len(run(ask())) == 4
+    assert len(run(send_requests())) == 4
 
 
 def test_completions(client: Client) -> None:
@@ -195,12 +195,12 @@ def test_parse(client: Client, form: str) -> None:
 
 
 def test_parse_async(server: Served, run: Any) -> None:
-    async def ask() -> Any:
+    async def send_requests() -> Any:
         async with openai.AsyncOpenAI(base_url=server.url, api_key=KEY, timeout=60) as client:
             more = {"model": server.model, "messages": MESSAGES, "seed": SEED, "max_tokens": 400}
             return await client.chat.completions.parse(response_format=Fox, **more)
 
-    assert isinstance(run(ask()).choices[0].message.parsed, Fox)
+    assert isinstance(run(send_requests()).choices[0].message.parsed, Fox)
 
 
 def test_parse_truncated(client: Client) -> None:

@@ -26,9 +26,9 @@ class Hint(BaseModel):
 
 
 def model_of(server: Served, provider: Any = OpenAIProvider, **settings: Any) -> OpenAIChatModel:
-    how: Any = {"seed": SEED, "max_tokens": 400, "timeout": 60} | settings
+    request_options: Any = {"seed": SEED, "max_tokens": 400, "timeout": 60} | settings
     place = provider(base_url=server.url, api_key=KEY)
-    return OpenAIChatModel(server.model, provider=place, settings=how)
+    return OpenAIChatModel(server.model, provider=place, settings=request_options)
 
 
 def agent_of(server: Served, **more: Any) -> Any:
@@ -69,8 +69,10 @@ def test_output_strict(server: Served, run: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", BOUND)
 def test_output_of_two_types(server: Served, run: Any, kind: str) -> None:
     both = [given.Cash, given.Coat]
-    wanted: Any = [ToolOutput(each) for each in both] if kind == "tool" else NativeOutput(both)
-    agent = agent_of(server, output_type=wanted)
+    output_types: Any = (
+        [ToolOutput(each) for each in both] if kind == "tool" else NativeOutput(both)
+    )
+    agent = agent_of(server, output_type=output_types)
     assert isinstance(run(agent.run(ASK)).output, given.Cash | given.Coat)
 
 
@@ -137,12 +139,12 @@ TOOLS = [
 ]
 
 
-def ask(server: Served, messages: list[Any], choice: Any, stream: bool = False) -> Any:
+def request_model(server: Served, messages: list[Any], choice: Any, stream: bool = False) -> Any:
     """Send one request to the model, without an agent's loop."""
-    how = model_request_stream if stream else model_request
+    send = model_request_stream if stream else model_request
     parameters = ModelRequestParameters(function_tools=TOOLS)
     settings: Any = {"tool_choice": choice}
-    return how(
+    return send(
         model_of(server), messages, model_settings=settings, model_request_parameters=parameters
     )
 
@@ -160,13 +162,13 @@ QUESTION = ModelRequest.user_text_prompt(ASK)
 @pytest.mark.parametrize("choice", ["required", "add", "get_weather"])
 def test_tools(server: Served, run: Any, choice: str) -> None:
     forced = choice if choice == "required" else [choice]
-    calls = calls_in(run(ask(server, [QUESTION], forced)))
+    calls = calls_in(run(request_model(server, [QUESTION], forced)))
     assert calls and choice in ("required", calls[0].tool_name)
 
 
 def test_tools_stream(server: Served, run: Any) -> None:
     async def read() -> tuple[int, Any]:
-        async with ask(server, [QUESTION], "required", stream=True) as stream:
+        async with request_model(server, [QUESTION], "required", stream=True) as stream:
             num_deltas = len([event async for event in stream if event.event_kind == "part_delta"])
             return num_deltas, stream.get()
 
@@ -176,14 +178,14 @@ def test_tools_stream(server: Served, run: Any) -> None:
 
 def test_tools_answered(server: Served, run: Any) -> None:
     """The results are sent back, and the model answers with a text."""
-    response = run(ask(server, [QUESTION], "required"))
+    response = run(request_model(server, [QUESTION], "required"))
     results = ModelRequest(
         [
             ToolReturnPart(tool_name=call.tool_name, content="42", tool_call_id=call.tool_call_id)
             for call in calls_in(response)
         ]
     )
-    last = run(ask(server, [QUESTION, response, results], "none"))
+    last = run(request_model(server, [QUESTION, response, results], "none"))
     assert last.text and not calls_in(last)
 
 

@@ -179,7 +179,7 @@ def test_drafts_over_several_blocks_and_chunked_prompts_are_accepted(
     ("pool", "mode"), in_turn([("llama", 11), ("gemma2", 16)], ["recompute", "swap"])
 )
 def test_drafts_with_little_memory_do_not_change_answers(pool: tuple[str, int], mode: str) -> None:
-    """Draft tokens get no block that would need a preemption. A resumed row gets drafts again."""
+    """No row is preempted for blocks of draft tokens. A resumed row gets drafts again."""
     architecture, num_blocks = pool
     model = checkpoint(architecture)
     num_bytes = 2 * pool_bytes(model, num_blocks, 8, 4)

@@ -112,7 +112,7 @@ def test_accepted_drafts_save_steps() -> None:
         assert scheduler.planner.next_step_id - before == 5
 
 
-def test_accepted_draft_without_a_next_token_ends_the_step() -> None:
+def test_accepted_tokens_end_where_no_token_can_follow() -> None:
     """A grammar that ends, or that allows no token, leaves no choice at that position."""
     drafts = RowDraft(3, np.array([5, 6, 7], np.int32)), RowDraft(1, np.array([8], np.int32))
     plan = Plan(

@@ -152,7 +152,7 @@ def test_parts_of_a_plan_share_its_mask_promise() -> None:
     parts = []
     for i, rows in enumerate((plan.rows[:1], plan.rows[1:3], plan.rows[3:])):
         part = restrict(plan, rows)
-        if i == 1:  # also if the part's masked_rows are those of the whole plan
+        if i == 1:  # also if the part has the masked_rows of the whole plan
             part = part.replace(masked_rows=plan.masked_rows)
         parts.append((part, built.runner.run(part, promise)))
     combined = combine(plan, parts)

@@ -242,7 +242,7 @@ def test_plan_of_tensor_parallel_ranks_equals_a_loaded_rank(
 @needs_core
 @pytest.mark.parametrize("variant", ["llama_tied", "qwen3_5", "qwen2_windows"])
 def test_plan_reports_the_fullest_stage(variant: str, folders: dict[str, Path]) -> None:
-    """All stages have as many blocks as the fullest one, which has the fewest."""
+    """Each stage has as many blocks as the fullest one can hold."""
     source = resolve_model(str(folders[variant]))
     found = fitted(source, 12 * MIB, dtype="float32", pipeline_parallel_size=2)
     one = fitted(source, 6 * MIB, dtype="float32")

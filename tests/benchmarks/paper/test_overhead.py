@@ -23,7 +23,7 @@ def test_sampling_time_is_the_difference_of_measured_rates() -> None:
 
 
 def test_max_step_time_explains_the_measured_batch() -> None:
-    """On a device that takes no time, all time but sampling is host time."""
+    """If the device's time is 0, all time but sampling is host time."""
     nothing = Roofline(weights_s=0.0, token_s=0.0)
     assert max_step_s(nothing) == pytest.approx(LATENCY_S / OUTPUT - BATCH * request_s())
     slow = Roofline(weights_s=0.0, token_s=0.0, fixed_s=0.01)

@@ -25,7 +25,7 @@ def test_shortest_sufficient_length_is_reported() -> None:
     assert _converged(lengths, (0.01, 0.06, 0.0)).startswith("No length but the longest")
 
 
-def test_short_trace_is_described_by_its_limit() -> None:
+def test_short_trace_is_described_by_its_latency() -> None:
     for latency_s, stays in ((0.4, True), (0.6, False)):
         served = Served("Orca", 1.5, latency_s, 1.0, 1.0, {}, throughput=0.6)
         text = _short_trace(Sweep("Orca", [served]), 30.0)

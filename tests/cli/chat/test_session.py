@@ -18,7 +18,7 @@ Patch = pytest.MonkeyPatch
 def test_system_command_sets_the_system_message(capsys: Capture, monkeypatch: Patch) -> None:
     target = Parrot()
     assert chat(monkeypatch, target, "/system\none\n/system Be kind.\ntwo\n") == 0
-    assert [contents(heard) for heard in target.heard] == [
+    assert [contents(received) for received in target.received] == [
         ["one"], ["Be kind.", "one", "one", "two"],
     ]  # fmt: skip
     err = capsys.readouterr().err
@@ -76,8 +76,8 @@ def test_regen_command_replaces_the_last_answer(capsys: Capture, monkeypatch: Pa
     target = Parrot()
     assert chat(monkeypatch, target, "one\ntwo\n/regen\nthree\n") == 0
     assert capsys.readouterr().out == "one\ntwo\ntwo\nthree\n"
-    assert contents(target.heard[2]) == ["one", "one", "two"]
-    assert contents(target.heard[3]) == ["one", "one", "two", "two", "three"]
+    assert contents(target.received[2]) == ["one", "one", "two"]
+    assert contents(target.received[3]) == ["one", "one", "two", "two", "three"]
 
 
 @pytest.mark.parametrize("question", ["long", "a"])  # with and without a chunk before the error
@@ -98,7 +98,7 @@ def test_saved_conversation_can_be_loaded(
     path, target = tmp_path / "c.json", Parrot()
     text = f"/system Be kind.\none\n/save {path}\n/reset\ntwo\n/load {path}\nthree\n"
     assert chat(monkeypatch, target, text) == 0
-    assert contents(target.heard[-1]) == ["Be kind.", "one", "one", "three"]
+    assert contents(target.received[-1]) == ["Be kind.", "one", "one", "three"]
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each["role"] for each in json.loads(path.read_text())["messages"]] == [
         "system", "user", "assistant",
@@ -123,4 +123,4 @@ def test_invalid_conversation_files_are_refused(
     path.write_text(text)
     assert chat(monkeypatch, target, f"one\n/load {path}\ntwo\n") == 0
     assert "is not a conversation" in capsys.readouterr().err
-    assert contents(target.heard[-1]) == ["one", "one", "two"]
+    assert contents(target.received[-1]) == ["one", "one", "two"]

@@ -26,24 +26,24 @@ PLAIN, FILTERED, EDITED = Needs(), Needs(has_filters=True), Needs(edits=0)
 
 
 class Decoder:
-    """A runner with its rows and sampler that notes recorded sizes. most: graphs that fit."""
+    """A runner with its rows and sampler that notes recorded sizes. maximum: graphs that fit."""
 
     max_model_len = 8
     attachments: tuple[Any, ...] = ()
 
-    def __init__(self, most: int = 1000, takes_any_lengths: bool = True) -> None:
+    def __init__(self, maximum: int = 1000, takes_any_lengths: bool = True) -> None:
         self.backend: Any = self
         self.rows = self.ops = self.sampler = self
         self.takes_any_lengths = takes_any_lengths
         self.sizes: list[Size] = []
-        self.most = most
+        self.maximum = maximum
         self._is_new = False
 
     def prepare_empty_step(self) -> None:
         self._is_new = True
 
     def gather(self, shape: StepShape) -> Any:
-        if self._is_new and len(self.sizes) == self.most:
+        if self._is_new and len(self.sizes) == self.maximum:
             raise torch.OutOfMemoryError
         if self._is_new:
             tokens = shape.num_tokens
@@ -80,11 +80,11 @@ def make(max_rows: int, decoder: Any, **more: Any) -> Graphs:
     return Graphs(device, decoder, max_rows, **more)
 
 
-@pytest.mark.parametrize("most", [1, 3, 64, 100, 256, 300, 1024])
-def test_ladder_sizes_waste_little_room(most: int) -> None:
-    sizes = ladder(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
-    for num in range(1, most + 1):
+@pytest.mark.parametrize("maximum", [1, 3, 64, 100, 256, 300, 1024])
+def test_ladder_sizes_waste_little_room(maximum: int) -> None:
+    sizes = ladder(maximum)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == maximum and sizes[0] == 1
+    for num in range(1, maximum + 1):
         size = next(size for size in sizes if size >= num)
         assert size < num + 16 and (size < 2 * num or size - num < 1)
 
@@ -199,7 +199,7 @@ def test_mixed_sizes_waste_at_most_128_tokens() -> None:
 def test_steps_without_memory_for_a_graph_are_launched_directly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    decoder = Decoder(most=2)
+    decoder = Decoder(maximum=2)
     found = make(20, decoder)
     for num_rows in (1, 1, 4, 4, 8, 8):
         found.find(num_rows, 0, PLAIN)
@@ -211,9 +211,9 @@ def test_steps_without_memory_for_a_graph_are_launched_directly(
 
 def test_first_step_uses_a_larger_graph_with_more_needs() -> None:
     found = make(64, decoder := Decoder())
-    most = Needs(True, True, None, 20)
-    assert [found.find(9, 0, most) for _ in range(2)][0] is None
-    assert [found.find(4, 600, most) for _ in range(4)][-1] is not None
+    maximum = Needs(True, True, None, 20)
+    assert [found.find(9, 0, maximum) for _ in range(2)][0] is None
+    assert [found.find(4, 600, maximum) for _ in range(4)][-1] is not None
     recorded = len(decoder.sizes)
     for needs in (PLAIN, FILTERED, Needs(num_candidates=5)):
         small = found.find(3, 0, needs)

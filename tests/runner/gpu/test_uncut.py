@@ -22,7 +22,7 @@ LIMITS = {"max_model_len": 90, "max_num_batched_tokens": 210, "kv_cache_memory_b
 
 
 def requests() -> list[Request]:
-    """Three requests of one prompt length; the last one generates the most tokens."""
+    """Three requests have one prompt length; the last one generates more tokens than the others."""
     greedy = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (8, 8, 12)]
     prompts = [[(11 * i + 3 * j) % 97 for j in range(70)] for i in range(3)]
     pairs = enumerate(zip(prompts, greedy, strict=True))

@@ -519,25 +519,25 @@ def test_changed_checkpoint_invalidates_the_start(tmp_path: Path) -> None:
     assert warm_of(folder, cache) is None
 
 
-@pytest.mark.parametrize("what", ["start", "weights", "no weights", "nothing"])
+@pytest.mark.parametrize("damaged", ["start", "weights", "no weights", "nothing"])
 def test_damaged_start_is_not_used(
-    what: str, model: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damaged: str, model: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, cache = model[0], tmp_path / "cache"
     Run(folder, cache)
     (start,), (weights,) = cache.glob(f"*{STARTS}"), cache.glob(f"*{WEIGHTS}")
-    if what == "start":
+    if damaged == "start":
         raw = bytearray(start.read_bytes())
         raw[100] ^= 255
         start.write_bytes(raw)
-    elif what == "weights":
+    elif damaged == "weights":
         weights.write_bytes(weights.read_bytes()[:-1])
-    elif what == "no weights":
+    elif damaged == "no weights":
         weights.unlink()
-    assert (warm_of(folder, cache) is None) == (what != "nothing")
-    assert ("is not used" in caplog.text) == (what in ("start", "weights"))
+    assert (warm_of(folder, cache) is None) == (damaged != "nothing")
+    assert ("is not used" in caplog.text) == (damaged in ("start", "weights"))
     again = Run(folder, cache).finish()
-    assert (again.warm is None) == (what != "nothing")
+    assert (again.warm is None) == (damaged != "nothing")
     assert warm_of(folder, cache) is not None  # it was written again
 
 

@@ -86,7 +86,7 @@ def turns(*texts: str) -> dict[str, Any]:
     """Return a conversation that a user begins."""
     names = ("human", "gpt") * len(texts)
     pairs = zip(names, texts, strict=False)
-    return {"conversations": [{"from": who, "value": text} for who, text in pairs]}
+    return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
 
 
 def sharegpt(tmp_path: Path, content: Any, line: str = "") -> list[BenchRequest]:

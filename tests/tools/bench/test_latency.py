@@ -8,7 +8,7 @@ from quire.tools.bench.arguments import add_latency_arguments
 from quire.tools.bench.latency import make_params, results
 
 
-def test_results_have_the_keys_of_vllm() -> None:
+def test_results_have_average_and_percentiles() -> None:
     found = results("m", [4.0, 1.0, 2.0, 3.0])
     assert (found["avg_latency"], found["percentiles"]["50"]) == (2.5, 2.5)
     assert found["latencies"] == [4.0, 1.0, 2.0, 3.0]

@@ -109,7 +109,7 @@ def test_cached_blocks_are_not_transferred() -> None:
     assert run.num_output == 6
 
 
-def test_transfers_share_the_link() -> None:
+def test_transfers_on_the_link_are_serial() -> None:
     names = ["a", "b", "c"]
     world = World([arrival(name, 20, 2) for name in names], bytes_per_s=100.0)
     run = world.serve()
