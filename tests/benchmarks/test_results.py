@@ -108,7 +108,7 @@ def test_all_files_are_valid_and_in_the_folder_of_their_machine() -> None:
         assert result.benchmark.rpartition(".")[2] in file, name
 
 
-# Benchmarks whose program is outside of the folder.
+# Benchmarks with a program outside of the folder.
 OUTSIDE = {"chaos", "mutation", "start"}
 
 

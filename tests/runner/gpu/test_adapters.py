@@ -75,7 +75,7 @@ class Files:
 
     @cache  # noqa: B019 (lives as long as the module)
     def expected(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Tokens by torch on the host, one prompt after the other; 0 stands for the base model."""
+        """Return torch's tokens on the host, prompt by prompt; 0 stands for the base model."""
         with on_the_host(), LLM(self.base, attention_backend="torch", **SETTINGS) as llm:
             return [
                 tokens_of(llm.generate([prompt], GREEDY, False, lora_request=self.adapter(rank)))[0]

@@ -29,7 +29,7 @@ OTHERS = ("attention.blocks", "row_deltas")
 
 
 class Variants:
-    """Note the variants that Triton would compile ahead, and those that it would run."""
+    """Note the variants that Triton would compile ahead, and the variants that it would run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead: list[tuple[Any, ...]] = []

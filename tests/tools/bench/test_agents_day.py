@@ -61,7 +61,7 @@ def params(num: int) -> SamplingParams:
 
 
 def crowded(folder: Path, num: int) -> tuple[Run, Answers]:
-    """Play all agents at once, with a pool of two sessions and host memory of six."""
+    """Play all agents concurrently, with a pool of two sessions and host memory of six."""
     shape = dataclasses.replace(SHAPES["agentx"], num_turns=NUM_TURNS)
     sessions = draw_sessions(shape, num, MAX_LEN / 200_000, 0.0, seed=4)
     engine = AsyncLLM(
