@@ -1,4 +1,4 @@
-"""Media of models that several ranks compute: the answers equal those of one process.
+"""Media of models that several ranks compute: one process gives equal answers.
 
 The first stage encodes and inserts the features; the other stages only need the positions. Ranks
 that share layers all encode. Plans are serialised as between processes.

@@ -1,4 +1,4 @@
-"""Rows with media: a model's inputs in a batch equal those of the whole sequence alone.
+"""Rows with media: a model's inputs are the same in a batch and for the whole sequence alone.
 
 Every answer's log-probabilities are compared with one pass over prompt and answer, in which the
 tower's outputs replace the embeddings.
