@@ -25,8 +25,8 @@ def pairs(both: int, lost: int, gained: int, neither: int) -> PairedAccuracy:
     return PairedAccuracy.of(np.array(before), np.array(after), keys)
 
 
-def test_pairs_are_counted_and_tested() -> None:
-    """Equal answers leave a chance of a difference."""
+def test_paired_accuracy_has_counts_interval_and_p_value() -> None:
+    """Even equal answers have an interval, since a difference remains possible."""
     found = pairs(90, 6, 2, 2)
     assert (found.num_right, found.lost, found.gained, found.num_items) == (92, 6, 2, 100)
     assert found.points == pytest.approx(-4.0)
@@ -42,7 +42,7 @@ def test_pairs_are_counted_and_tested() -> None:
     assert low == -high and 0 < high < 0.15
 
 
-def test_items_that_ask_the_same_count_once() -> None:
+def test_items_with_the_same_key_count_once() -> None:
     before = np.ones(1000, bool)
     after = np.arange(1000) >= 40
     intervals = []
@@ -53,7 +53,7 @@ def test_items_that_ask_the_same_count_once() -> None:
     assert intervals[1] / intervals[0] == pytest.approx(math.sqrt(20), rel=0.05)
 
 
-def test_a_mean_is_over_tokens_and_its_error_over_texts() -> None:
+def test_mean_is_over_tokens_and_its_error_over_texts() -> None:
     assert mean_and_error([np.zeros(3), np.ones(1)])[0] == pytest.approx(0.25)
     values = np.random.default_rng(0).normal(size=40)
     mean, error = mean_and_error([np.full(50, value) for value in values])
@@ -61,11 +61,11 @@ def test_a_mean_is_over_tokens_and_its_error_over_texts() -> None:
     assert error == pytest.approx(values.std(ddof=1) / math.sqrt(40))
 
 
-def test_logit_errors_by_hand() -> None:
+def test_logit_errors_are_computed_by_hand() -> None:
     error, two = LogitError(), math.log(2)
     error.add(log_softmax([two, 0.0], [0.0, 1.0]), log_softmax([0.0, 0.0], [3.0, 4.0]))
     divergence = 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)
-    wanted = {
+    expected = {
         "mean_absolute": two / 4,
         "largest_absolute": two / 2,
         "relative": math.sqrt(two**2 / 2 / (two**2 / 2 + 1 / 2)),
@@ -74,14 +74,14 @@ def test_logit_errors_by_hand() -> None:
         "same_best_token": 1.0,
     }
     found = error.figures()
-    assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=1e-6)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
     error.add(log_softmax([0.0, 1.0]), log_softmax([1.0, 0.0]))
     assert error.figures()["same_best_token"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_a_small_run(
+def test_small_run_writes_consistent_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "accuracy.json"

@@ -1,4 +1,4 @@
-"""The benchmarks of adapters: what they write, and what they count."""
+"""The benchmarks of adapters: written adapters, and counted costs."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_adapters_of_one_file_differ_by_their_digests(tmp_path: Path) -> None:
     assert {module.rank for module in files.modules} == {3}
 
 
-def test_the_limit_of_adapters_is_to_read_them() -> None:
+def test_limit_of_adapters_is_reading_them() -> None:
     ceilings = Ceilings(100.0, 1e6, 1e6, 1e6)
     part = part_of({ADAPT: Cost(9.0), "rest": Cost(1.0)}, {"rest": Cost(0.5)}, 3, 50, ceilings)
     assert (part.step_s, part.num_bytes, part.limit_s) == (10.0, 300.0, 3.0)
@@ -47,7 +47,7 @@ def test_the_limit_of_adapters_is_to_read_them() -> None:
     assert rows_of([part], [])[0]["step"] == "3 adapters"
 
 
-def test_an_adapter_of_a_size_has_all_modules_of_the_model() -> None:
+def test_adapter_of_a_given_size_covers_all_modules() -> None:
     shapes = shapes_of(load_spec(resolve_model("shape:qwen3-0.6b").directory))
     assert len(shapes) == 7 * 28 and shapes["model.layers.27.mlp.down_proj"] == (1024, 3072)
     assert 2 * rank_of(shapes, 50e6) * sum(map(sum, shapes.values())) == pytest.approx(
@@ -55,7 +55,7 @@ def test_an_adapter_of_a_size_has_all_modules_of_the_model() -> None:
     )
 
 
-def test_a_row_reads_the_adapters_of_its_own_experts(tmp_path: Path) -> None:
+def test_rows_read_only_adapters_of_their_chosen_experts(tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, "qwen3_moe").spec
     assert spec.experts is not None
     model = make_model(spec, torch.bfloat16, torch.device("meta"))
@@ -68,17 +68,17 @@ def test_a_row_reads_the_adapters_of_its_own_experts(tmp_path: Path) -> None:
     assert numbers_read(model, 3) == 3 * (sums[0] - sums[1] + chosen)
 
 
-def test_the_adapters_part_of_experts_is_what_they_take_longer() -> None:
+def test_adapter_cost_of_experts_is_their_additional_time() -> None:
     ceilings = Ceilings(100.0, 1e6, 1e6, 1e6)
     costs = {ADAPT: Cost(1.0), EXPERTS: Cost(7.0), "rest": Cost(1.0)}
     part = part_of(costs, {EXPERTS: Cost(5.0), "rest": Cost(1.0)}, 3, 50, ceilings)
     assert (part.step_s, part.adapters_s) == (9.0, 3.0)
 
 
-def test_pauses_are_counted_from_the_arrival_to_the_first_token() -> None:
+def test_pauses_are_split_at_the_arrival() -> None:
     streams = Streams([[0.0, 1.0, 2.0, 5.0, 6.0, 9.0]] * STREAMS, arrival_s=2.5, first_token_s=5.5)
     before, during = streams.pauses_ms()
-    assert before == [1000.0] * STREAMS  # without the first of each
+    assert before == [1000.0] * STREAMS  # without the first pause of each stream
     assert during == [3000.0, 1000.0] * STREAMS
     rows = [row_of(streams, 1, has_adapter=has_adapter) for has_adapter in (False, True)]
     rows[1]["longest_ms"] += 7.0

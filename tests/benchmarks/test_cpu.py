@@ -1,5 +1,5 @@
 """The benchmark that compares engines on a CPU: its limits, valid runs and checkpoints. A run with
-a fake engine goes from its driver's lines to the table."""
+a fake engine covers the way from the driver's lines to the table."""
 
 import json
 import math
@@ -30,7 +30,7 @@ OURS = Engine("ours", "8-bit", "", INT8)
 PEERS = [Engine(name, "8-bit", "", INT8, LLAMA) for name in ("a", "b")]
 
 
-def test_limits_are_those_worked_out_by_hand() -> None:
+def test_limits_equal_values_computed_by_hand() -> None:
     for name, metric, form, expected in (
         ("single", "decode_rate", FLOAT16, 31.8),
         ("single", "decode_rate", Q4, 108.9),
@@ -42,8 +42,8 @@ def test_limits_are_those_worked_out_by_hand() -> None:
         assert found == pytest.approx(expected, rel=0.03), (name, metric, form)
 
 
-def test_ratios_are_to_the_best_peer_and_above_one_if_ours_is_better() -> None:
-    """Of runs that nothing disturbed."""
+def test_ratios_compare_with_the_best_peer() -> None:
+    """Disturbed runs do not count. A ratio above 1 means that our engine is better."""
     values = [("ours", 0.2, 30.0, 0.0), ("a", 0.5, 20.0, 0.0), ("b", 0.4, 60.0, 0.0)]
     values += [("a", 0.1, 90.0, 0.5)]  # disturbed
     runs = [
@@ -57,7 +57,7 @@ def test_ratios_are_to_the_best_peer_and_above_one_if_ours_is_better() -> None:
 
 
 class FakeModel:
-    """Remembers the prefixes and endings of the prompts that it was given."""
+    """A model that remembers the prefixes and endings of its prompts."""
 
     kv_bytes = None
 
@@ -77,8 +77,8 @@ class FakeModel:
         return len(own) * count
 
 
-def test_a_run_from_the_lines_of_a_driver_to_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """Warm is the same prefix with endings never seen."""
+def test_driver_lines_become_runs_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """The warm case repeats the prefix with new endings."""
     model, runs = FakeModel(), list[Run]()
     for name in ("single", "batch", "shared", "prefill", "rows", "long", "tiny"):
         workload = chosen_workload(name, True)
@@ -94,19 +94,19 @@ def test_a_run_from_the_lines_of_a_driver_to_the_table(capsys: pytest.CaptureFix
     assert any(line.strip().startswith("ours") for line in table(summaries, [OURS], "best"))
 
 
-def test_checkpoints_of_all_forms_hold_the_same_weights(tmp_path: Path) -> None:
+def test_checkpoints_of_all_formats_hold_the_same_weights(tmp_path: Path) -> None:
     plain, device = write_checkpoint(SMALL, tmp_path / "small"), torch.device("cpu")
     spec = load_spec(plain)
     cost = step_cost(spec, torch.bfloat16)
     assert (cost.layers, cost.head) == (SMALL.layer_weights, SMALL.head_weights)
-    wanted = dict(load_model(plain, spec, torch.float64, device).named_parameters())
+    reference = dict(load_model(plain, spec, torch.float64, device).named_parameters())
     for bits, steps in ((8, 127), (4, 7)):
         folder = write_compressed(plain, bits, tmp_path / f"compressed{bits}")
         made = load_model(folder, load_spec(folder), torch.float64, device)
-        got, num_rounded = dict(made.named_parameters()), 0
-        assert got.keys() == wanted.keys()
-        for name, weight in wanted.items():
-            furthest = (got[name] - weight).abs().max() / weight.abs().max()
+        actual, num_rounded = dict(made.named_parameters()), 0
+        assert actual.keys() == reference.keys()
+        for name, weight in reference.items():
+            furthest = (actual[name] - weight).abs().max() / weight.abs().max()
             assert furthest <= 0.8 / steps, name  # half a step, and the rounding of its scale
             num_rounded += bool(furthest > 0.2 / steps)
         assert num_rounded >= 4 * SMALL.num_layers
@@ -114,11 +114,11 @@ def test_checkpoints_of_all_forms_hold_the_same_weights(tmp_path: Path) -> None:
     assert "blk.1.ffn_down.weight" in GGUFFile(file).tensors
 
 
-def test_the_latent_model_has_the_published_number_of_weights() -> None:
+def test_latent_model_has_the_published_number_of_weights() -> None:
     sizes = tensor_shapes(config_of(LITE))
     total = sum(math.prod(size) for size in sizes.values())
     assert round(total / 1e6) == 15706
     routed = sum(math.prod(size) for name, size in sizes.items() if "_exps" in name)
     used = total - routed * (64 - 6) // 64
     norms = sum(size[0] for size in sizes.values() if len(size) == 1)
-    assert used - norms == LITE.layer_weights + 2 * LITE.head_weights  # the embedding, too
+    assert used - norms == LITE.layer_weights + 2 * LITE.head_weights  # head and embedding

@@ -31,15 +31,15 @@ def spec_of(name: str) -> ModelSpec:
     return load_spec(resolve_model(f"shape:{name}").directory)
 
 
-def test_floors_of_decoding() -> None:
-    """The figures that the aims were set with."""
-    for model, batch, context, wanted_ms in (
+def test_decode_floors_equal_the_documented_figures() -> None:
+    """The aims are based on these figures."""
+    for model, batch, context, expected_ms in (
         (LLAMA, 1, 512, 3.51),
         (LLAMA, 256, 2048, 20.9),
         (SMALL, 1, 512, 0.29),
     ):
         found_ms = decode_cost(spec_of(model), batch, context).lower_bound_s(H200) * 1e3
-        assert found_ms == pytest.approx(wanted_ms, rel=0.01), (model, batch, context)
+        assert found_ms == pytest.approx(expected_ms, rel=0.01), (model, batch, context)
     prompt = step_cost(spec_of(LLAMA), [(2048, 2048)])  # the head multiplies one token
     assert prompt.lower_bound_s(H200) * 1e3 == pytest.approx(37.6, rel=0.01)
     mixture = Weights(layers=9, head=5, experts=1280, num_chosen=8, num_experts=128)
@@ -47,8 +47,8 @@ def test_floors_of_decoding() -> None:
     assert mixture.read(32) == pytest.approx(9 + 5 + 0.873 * 1280, rel=0.001)
 
 
-def test_floor_of_a_run_is_that_of_its_steps() -> None:
-    """Against steps that are counted one by one; a request's first token is its prompt's."""
+def test_floor_of_a_run_is_the_sum_of_its_steps() -> None:
+    """The prompt's step gives the first token of a request."""
     spec, lengths = spec_of(SMALL), [(5, 3), (9, 1), (2, 6), (4, 3)]
     total = step_cost(spec, [(prompt, prompt) for prompt, _ in lengths]).lower_bound_s(H200)
     for step in range(1, 6):
@@ -57,7 +57,7 @@ def test_floor_of_a_run_is_that_of_its_steps() -> None:
     assert run_floor_s(spec, lengths, H200) == pytest.approx(total, rel=1e-6)
 
 
-def test_pairs_and_costs() -> None:
+def test_attention_costs_count_visible_pairs() -> None:
     seen = sum(position + 1 for position in range(7, 10))
     assert seen_pairs(10, 3) == seen
     cost = Shape(num_heads=4, num_kv_heads=2, head_dim=16).cost([(10, 3), (6, 1)], itemsize=2)
@@ -67,7 +67,7 @@ def test_pairs_and_costs() -> None:
     assert Cost(num_bytes=200, flops=1000, kv_bytes=50, kv_flops=2000).lower_bound_s(limits) == 4.0
 
 
-def test_every_kernel_has_a_case_and_every_piece_has_time() -> None:
+def test_each_kernel_has_a_case_and_all_pieces_fit_the_time() -> None:
     folder = ROOT / "src" / "quire" / "ops" / "kernels"
     modules = {path.stem for path in folder.rglob("*.py")} - {"__init__"}
     covered = {case.module for case in kernels.cases(is_tiny=False)}
@@ -77,15 +77,16 @@ def test_every_kernel_has_a_case_and_every_piece_has_time() -> None:
     assert all(callable(piece.load()) for piece in PIECES)
     assert sum(piece.limit_s for piece in [*chosen("first"), *chosen("bench", "limits")]) <= 440
     limits = [piece.limit_s for piece in chosen("bench")]
-    assert sum(limits[:4]) <= 480 and sum(limits[4:]) <= 480, "two commands of 480 s do all"
+    assert sum(limits[:4]) <= 480 and sum(limits[4:]) <= 480, "two commands of 480 s suffice"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "names"), [("bench", "qwen3-0.6b paged kernels"), ("peers", "quire transformers vllm")]
 )
-def test_a_tiny_run_piece_by_piece(part: str, names: str, tmp_path: Path) -> None:
-    """Each piece in its process; limits come first by themselves, absent engines are skipped."""
+def test_tiny_run_executes_each_piece(part: str, names: str, tmp_path: Path) -> None:
+    """Each piece runs in its own process. Limits run first automatically; absent engines are
+    skipped."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--pieces", names]
     command += ["--device", "cpu", "--tiny", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

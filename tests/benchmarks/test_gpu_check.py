@@ -1,4 +1,4 @@
-"""`.ci/gpu-check` without a GPU: what fails, hangs or prints without end costs one line."""
+"""`.ci/gpu-check` without a GPU: tasks that fail, hang or print endlessly cost one line each."""
 
 import os
 import re
@@ -45,13 +45,13 @@ def fake_python(path: Path, collect: str, test: str) -> Path:
     return path
 
 
-def test_each_way_to_fail_is_one_line_with_its_first_error(
+def test_each_failure_is_one_line_with_its_first_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "END_S", 0.1)
     monkeypatch.setattr(tasks, "MAX_LOG_BYTES", 1 << 20)
     failures = "E   AssertionError: not close!\\nE   more\\n2 failed, 3 passed in 4.20s"
-    wanted = {
+    expected = {
         "echo fine": "right    .*: what it checks",
         f"echo -e '{failures}'; exit 1": "FAILED .*2 failed, 3 passed in 4.20s.*: not close!$",
         "echo 'Traceback'; echo 'ValueError: why'; echo bye; exit 1": "FAILED .* ValueError: why$",
@@ -64,21 +64,20 @@ def test_each_way_to_fail_is_one_line_with_its_first_error(
     }
     given = [
         Task(script, "what it checks", ("bash", "-c", script), 0.5 if "trap" in script else 60)
-        for script in [*wanted][:-1]
+        for script in [*expected][:-1]
     ]
     found: list[Outcome] = []
     runner = Runner(tmp_path, time.monotonic() + 60, dict(os.environ), found.append)
     runner.run([*given, Task("absent", "", ("/no/such/python",))], 4)
-    assert {each.task.name for each in found} == wanted.keys()
+    assert {each.task.name for each in found} == expected.keys()
     for each in found:
         line = line_of(each)
-        assert re.search(wanted[each.task.name], line) and "\n" not in line, line
+        assert re.search(expected[each.task.name], line) and "\n" not in line, line
 
 
-def test_answers_of_the_demo_model_are_right_or_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two dtypes the second is a hundredth off in one token: rounding is no reason on a CPU."""
+def test_wrong_demo_answers_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second dtype's answers differ by 0.01 in one token, which rounding on a CPU does not
+    explain."""
     num_calls = [0]
 
     def wrong_later(llm: LLM, prompts: list[str], num: int) -> list[Answer]:
@@ -95,10 +94,10 @@ def test_answers_of_the_demo_model_are_right_or_an_error(
     assert "WRONG: 18 of 18 tokens the same, log p 0.01 apart" in error["traceback"]
 
 
-def test_a_file_of_many_kernels_is_spread_over_processes(
+def test_large_test_file_is_spread_over_processes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With a stand-in for Python; each process takes a --shard of tests/conftest.py."""
+    """A stand-in replaces Python. Each process runs one --shard of tests/conftest.py."""
     file = "tests/kernels/test_attention.py"
     collect = f'for i in $(seq 50); do echo "{file}::test_it[$i]"; done'
     fake = fake_python(tmp_path / "python", collect, 'echo "$@"')
@@ -113,7 +112,7 @@ def test_a_file_of_many_kernels_is_spread_over_processes(
     assert "results/summary-kernels.txt" in names_in(tmp_path / "out" / "gpu-check.tar.gz")
 
 
-def test_shards_run_each_test_once_and_separate_neighbours() -> None:
+def test_shards_run_each_test_once_and_split_neighbours() -> None:
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
     shards = [list(range(29)) for _ in range(8)]
     for number, shard in enumerate(shards, 1):
@@ -123,8 +122,8 @@ def test_shards_run_each_test_once_and_separate_neighbours() -> None:
 
 
 @pytest.mark.slow
-def test_it_works_without_make_and_says_what_it_lacks(tmp_path: Path) -> None:
-    """As it is called on a bare machine: this one has torch, but no GPU."""
+def test_script_runs_without_make_and_reports_missing_parts(tmp_path: Path) -> None:
+    """The script is called as on a bare machine, here with torch but without a GPU."""
     environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path)}
     environment |= {"CUDA_VISIBLE_DEVICES": ""}
     command = ["bash", str(ROOT / ".ci" / "gpu-check")]
@@ -137,17 +136,17 @@ def test_it_works_without_make_and_says_what_it_lacks(tmp_path: Path) -> None:
     assert done.returncode == 2 and "PART must be one of first, kernels" in done.stderr
 
 
-def test_a_carried_core_is_put_where_quire_finds_it(
+def test_carried_core_is_installed_for_quire(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only if there is none, and only the core of that Python."""
+    """This happens only if no core is installed, and only with the core of this Python version."""
     package, core = tmp_path / "quire", tmp_path / "core"
     package.mkdir()
     core.mkdir()
     (core / "_core.312.so").write_text("the core")
     monkeypatch.setattr(check, "PACKAGE", package)
     monkeypatch.setattr(check, "CORE", core)
-    for file, has_core, wanted in (
+    for file, has_core, expected in (
         ("_core.312.so", "installed", "installed"),
         ("_core.311.so", "none", "none"),
         ("_core.312.so", "none", "build/gpu-site"),
@@ -156,7 +155,7 @@ def test_a_carried_core_is_put_where_quire_finds_it(
         facts = {"core_file": file, "core": has_core, "torch": "2.11"}
         monkeypatch.setattr(Check, "_facts_of", lambda *_, facts=facts: dict(facts))
         found = Check("kernels", parser().parse_args([]), tmp_path, tmp_path)._query_facts()
-        assert found["core"] == wanted
+        assert found["core"] == expected
     assert (package / "_core.312.so").read_text() == "the core"
     assert "_core.312.so in build/gpu-site/core" in check.carried_core()
     (core / "_core.312.so").unlink()

@@ -1,4 +1,4 @@
-"""Half an hour on a GPU without a GPU: the plan's calls, and what has passed on which device."""
+"""The plan of half an hour on a GPU, tested without one: its calls, and recorded passes."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from tests.benchmarks.test_gpu_check import fake_python, names_in
 
 ROOT = Path(__file__).parents[2]
 CALLS = PLANS["30min"]
-# What the half hour answers, in its order; no call needs another one.
+# The pieces of the plan in order; no call depends on another one.
 PIECES = (
     "limits llama-8b qwen3-0.6b", "limits modes host guesses quantised qwen3-30b-a3b kernels",
     "limits attention paged", "rivals quire-8b generate-8b quire generate",
@@ -25,11 +25,11 @@ PIECES = (
 KERNELS = ["tests/kernels/test_gate.py", "tests/kernels/test_norm.py"]
 
 
-def test_the_four_calls_fit_and_what_has_changed_comes_first(
+def test_four_calls_fit_and_run_changed_tests_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each call leaves time to write its results, and all of them to start and to transfer.
-    Every benchmark of the device is in a call."""
+    """Each call leaves time for writing its results, and all together for starts and transfers.
+    Each benchmark of the device is in a call."""
     assert all(call.budget_s <= MAX_CALL_S - 30 for call in CALLS) and len(CALLS) == 4
     assert sum(call.budget_s for call in CALLS) <= 27.5 * 60
     planned = {name for call in CALLS for stage in call.stages for name in stage.pieces.split()}
@@ -49,11 +49,11 @@ def test_the_four_calls_fit_and_what_has_changed_comes_first(
     assert main(["--plan", "30min", "--call", "5"]) == 2
 
 
-def test_a_test_has_changed_if_a_source_on_the_device_has(
+def test_test_counts_as_changed_if_its_device_sources_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module of ops that is imported within a function counts, also by its name alone; one of
-    serve does not, nor does what only it imports."""
+    """A module of ops counts even if a function imports it, or only names it. Modules of serve and
+    their own imports do not count."""
     files = {
         "tests/kernels/test_norm.py": "import quire.serve.one\nfrom quire.ops import norms\n",
         "src/quire/serve/one.py": "",
@@ -82,10 +82,10 @@ def test_a_test_has_changed_if_a_source_on_the_device_has(
     assert Passed("H100", paths).has_changed(test)
 
 
-def test_what_passes_is_recorded_and_does_not_run_first_again(
+def test_passed_tests_are_recorded_and_run_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two files fails: the next call has it first, and the other one after it."""
+    """One of two files fails. The next call runs it first, and the other one after it."""
     monkeypatch.setattr(check, "FILE", tmp_path / "passed.json")
     monkeypatch.setattr(Check, "_test_files", lambda self, part: KERNELS)
     outcome = 'case "$*" in *gate*) echo "E   wrong"; exit 1 ;; *) echo "37 passed in 1.0s" ;; esac'
@@ -105,7 +105,7 @@ def test_what_passes_is_recorded_and_does_not_run_first_again(
     assert "call-1/passed.json" in names_in(tmp_path / "out" / "gpu-check-call-1.tar.gz")
 
 
-def test_tools_that_are_not_there_are_skipped(tmp_path: Path) -> None:
+def test_missing_tools_are_skipped(tmp_path: Path) -> None:
     python = fake_python(tmp_path / "python", "true", "true")
     options = parser().parse_args(["tools", f"--python={python}"])
     done = Check("tools", options, tmp_path / "results", tmp_path / "out")
@@ -115,8 +115,8 @@ def test_tools_that_are_not_there_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_call_on_this_cpu(tmp_path: Path) -> None:
-    """The last call, on tiny models: attention, rivals, peers, and what the tools would watch."""
+def test_last_call_runs_on_this_cpu(tmp_path: Path) -> None:
+    """It uses tiny models for attention, rivals, peers and the commands for the tools."""
     environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path), "DEVICE": "cpu"}
     environment |= {"PLAN": "30min", "CALL": "4"}
     done = subprocess.run(

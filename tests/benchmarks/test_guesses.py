@@ -20,7 +20,7 @@ OURS = Engine("ours", "16-bit", "", FLOAT16)
 PEER = Engine("peer", "16-bit", "", FLOAT16, LLAMA)
 
 
-def test_text_repeats_itself_and_is_guessed(
+def test_repeating_text_is_drafted_and_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)  # drafts do not depend on times
@@ -44,7 +44,7 @@ def answered(engine: str, variant: str, seconds: float, token: int = 1) -> Answe
     return Answered(engine, "copying", 0, variant, 0, metrics, [token], 0.0)
 
 
-def test_guesses_that_change_an_answer_win_nothing() -> None:
+def test_drafts_that_change_an_answer_do_not_count() -> None:
     runs = [answered("peer", PLAIN, 1.0), answered("peer", "lookup 4", 0.1, token=2)]
     runs += [answered("ours", PLAIN, 1.0), answered("ours", "ngram 4", 0.5)]
     summaries = summary(runs, [OURS, PEER], TASKS)

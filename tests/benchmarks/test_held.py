@@ -1,4 +1,4 @@
-"""Engines held to AVX2: stopping and resuming, which peers are measured again, and the table."""
+"""Engines limited to AVX2: stopping and resuming, repeated measurements of peers, and the table."""
 
 import argparse
 import time
@@ -28,7 +28,7 @@ def batch_run(engine: str, rate: float, round_: int = 0, others: float = 0.0, wi
 
 
 class FakeSession(HeldSession):
-    """rates: by engine; engines without one are unavailable."""
+    """A session with fixed rates by engine; engines without a rate are unavailable."""
 
     rates: dict[str, float]
 
@@ -70,11 +70,11 @@ def test_slow_peers_are_measured_once_and_our_engines_always(tmp_path: Path) -> 
     assert ("quire int8", 2) in measured(tmp_path / "slow", slow, 3)
 
 
-def test_a_comparison_resumes_after_the_last_whole_process(tmp_path: Path) -> None:
+def test_comparison_resumes_after_the_last_complete_process(tmp_path: Path) -> None:
     first = measured(tmp_path, RATES, 1)
     journal = tmp_path / "journal.jsonl"
-    journal.write_text(journal.read_text() + '{"key": ["quire int8", "ba')  # killed meanwhile
-    found = session(tmp_path, {})  # nothing may run again
+    journal.write_text(journal.read_text() + '{"key": ["quire int8", "ba')  # killed within a line
+    found = session(tmp_path, {})  # no engine may run again
     for engine in ENGINES_8:
         found.measure(engine, BATCH, 0)
     assert {(name, round_) for name, _, round_ in found.journal.done} == first
@@ -82,32 +82,32 @@ def test_a_comparison_resumes_after_the_last_whole_process(tmp_path: Path) -> No
     assert found.journal.runs()[0].metrics["batch_rate"] in RATES.values()
 
 
-def test_failures_are_in_the_journal_and_not_tried_again(tmp_path: Path) -> None:
+def test_failures_are_journalled_and_not_retried(tmp_path: Path) -> None:
     measured(tmp_path, {}, 1)
     assert not measured(tmp_path, RATES, 1)
     found = session(tmp_path, RATES).journal.failures
     assert found["quire int8: batch"] == "does not start"
 
 
-def test_ceilings_are_in_the_journal(tmp_path: Path) -> None:
+def test_ceilings_are_journalled(tmp_path: Path) -> None:
     session(tmp_path, {}).journal.add_ceilings({"2": {"read": 1e9}})
     assert session(tmp_path, {}).journal.ceilings == {"2": {"read": 1e9}}
 
 
-def test_a_journal_of_another_machine_is_refused(tmp_path: Path) -> None:
+def test_journal_of_another_machine_is_refused(tmp_path: Path) -> None:
     session(tmp_path, {})
     with pytest.raises(SystemExit, match="another file with --journal"):
         Journal(tmp_path / "journal.jsonl", {"cpu": "other"}).open()
 
 
-def test_the_time_limit_stops_before_the_next_process(tmp_path: Path) -> None:
+def test_time_limit_stops_before_the_next_process(tmp_path: Path) -> None:
     found = session(tmp_path, RATES, minutes=-1)
     with pytest.raises(KeyboardInterrupt):
         found.measure(ENGINES_8[0], BATCH, 0)
     assert not found.journal.done
 
 
-def test_the_table_has_medians_spread_and_the_gain_over_the_best_peer() -> None:
+def test_table_shows_medians_spread_and_gain_over_the_best_peer() -> None:
     runs = [batch_run("quire int8", rate) for rate in (50, 60, 55)]
     runs += [batch_run("quire int8", 5, others=0.5)]  # disturbed
     runs += [batch_run("openvino int8", rate) for rate in (40, 50, 44)]
@@ -127,7 +127,7 @@ def test_the_table_has_medians_spread_and_the_gain_over_the_best_peer() -> None:
     assert wide_lines(runs[:3]) == ["no thread of any engine used AVX-512 registers"]
 
 
-def test_engines_are_held_by_builds_and_variables() -> None:
+def test_engines_are_limited_by_builds_and_variables() -> None:
     environments = {engine.environment for engine in held(ENGINES)}
     assert LLAMA_AVX2 in environments and LLAMA not in environments
     assert "-DGGML_AVX512=OFF" in dict(LLAMA_AVX2.variables)["CMAKE_ARGS"]
@@ -137,14 +137,14 @@ def test_engines_are_held_by_builds_and_variables() -> None:
     assert {engine.name for engine in ENGINES} >= set(DEFAULT_ENGINES)
 
 
-def test_short_workloads_are_the_whole_ones_with_fewer_tokens() -> None:
+def test_short_workloads_are_the_full_ones_with_fewer_tokens() -> None:
     whole = {workload.name: workload for workload in WORKLOADS}
     assert {work.name for work in SHORT} == set(whole) - {"start"}
     assert all(work.num_tokens <= whole[work.name].num_tokens for work in SHORT)
 
 
 def test_threads_with_avx512_registers_are_counted(tmp_path: Path) -> None:
-    """-1: never. A thread that has ended has no file."""
+    """A value of -1 means never. A thread that has ended has no file."""
     for number, text in enumerate(("AVX512_elapsed_ms:\t-1", "AVX512_elapsed_ms:\t8", None)):
         (tmp_path / str(number)).mkdir()
         if text is not None:

@@ -1,4 +1,4 @@
-"""The benchmark of images: its limits, and a run with a fake engine from its calls to the table."""
+"""The benchmark of images: its limits, and a run with a fake engine, from calls to the table."""
 
 import json
 from dataclasses import dataclass, field
@@ -30,27 +30,27 @@ REFERENCE = Engine("transformers bf16", "16-bit", "", FLOAT16, OPENVINO)
 
 @dataclass
 class FakeModel:
-    """An engine whose answers are the first bytes of the pictures."""
+    """An engine whose answers are the first bytes of the images."""
 
-    asked: list[list[Any]] = field(default_factory=list)
+    calls: list[list[Any]] = field(default_factory=list)
 
     def picture(self, pixels: bytes, side: int) -> Any:
         assert len(pixels) == 3 * side * side
         return pixels
 
     def first_texts(self, pictures: list[Any]) -> list[str]:
-        self.asked.append(pictures)
+        self.calls.append(pictures)
         return [str(picture[0]) for picture in pictures]
 
 
-def test_the_tower_is_counted_as_torch_counts_it() -> None:
+def test_tower_work_equals_the_count_of_torch() -> None:
     """torch's FlopCounterMode counts 234,881,024 for transformers' tower, with both frames."""
     work = TowerWork.of(TINY_VL, 256)
     second_frame = 2 * 256 * 3 * 16 * 16 * TINY_VL.tower.width
     assert work.products + work.attention + second_frame == 234_881_024
 
 
-def test_limits_are_those_worked_out_by_hand() -> None:
+def test_limits_equal_values_computed_by_hand() -> None:
     tower = TowerWork.of(QWEN3_VL_2B, 1024)
     assert tower.lower_bound_s(CEILINGS) == pytest.approx(9.19, rel=0.01)
     first, stream = WORKLOADS
@@ -60,23 +60,23 @@ def test_limits_are_those_worked_out_by_hand() -> None:
     assert 1 / min_times(stream, CEILINGS)["images_rate"] == pytest.approx(9.4, rel=0.01)
 
 
-def test_shapes_have_ids_of_images_and_the_same_tower() -> None:
+def test_shapes_have_image_ids_and_the_same_tower() -> None:
     assert TOWER_ALONE.tower == QWEN3_VL_2B.tower
     config = config_of(QWEN3_VL_2B)
     assert config["image_token_id"] == special_id(QWEN3_VL_2B, "<|image_pad|>") == 151_934
     assert special_id(QWEN3_VL_2B, SPECIAL[-1]) == config["text_config"]["vocab_size"] - 1
 
 
-def test_pictures_of_a_call_differ_and_come_again_with_the_seed() -> None:
+def test_images_differ_within_a_call_and_follow_the_seed() -> None:
     model, workload = FakeModel(), chosen_workload("stream", is_small=True)
     for seed in (1, 1, 2):
         measure(model, workload, seed)
-    first, again, other = model.asked
+    first, again, other = model.calls
     assert first == again
     assert len({*first, *other}) == 2 * workload.together
 
 
-def test_a_run_becomes_a_row_with_the_share_of_the_tower(
+def test_run_becomes_a_row_with_the_share_of_the_tower(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     workload = chosen_workload("stream", is_small=False)
@@ -98,7 +98,7 @@ def test_a_run_becomes_a_row_with_the_share_of_the_tower(
     assert agreement(texts, OURS.name) == "3 of 4"
 
 
-def test_a_picture_has_squares_of_one_colour() -> None:
+def test_images_have_squares_of_one_colour() -> None:
     pixels = random_pixels(8, seed=0)
     rows = [pixels[start : start + 24] for start in range(0, len(pixels), 24)]
     assert rows[0] == rows[1] != rows[2]

@@ -1,4 +1,4 @@
-"""Counts of ARM's instructions: the table here; an emulated product in the long tests."""
+"""Counts of ARM instructions: the table, and an emulated product in a slow test."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ from benchmarks.kernels.instructions import COMPILER, EMULATOR, VARIANTS, build,
 from tests.support.kernels.cpp_checks import tool
 
 
-def test_the_minimum_is_one_multiplication_for_each_vector() -> None:
+def test_minimum_is_one_multiplication_per_vector() -> None:
     dotprod, i8mm = VARIANTS[1], VARIANTS[2]
     assert [i8mm.minimum(name) for name in ("float16", "bfloat16", "int4")] == [250, 62.5, 31.25]
     assert dotprod.minimum("bfloat16") == 250
 
 
-def test_the_table_has_a_column_for_each_number_of_rows() -> None:
+def test_table_has_a_column_for_each_number_of_rows() -> None:
     figures = {"variant": "neon", "format": "int8", "min_per_1000": 125.0}
     rows = [
         figures | {"rows": 1, "instructions_per_1000": 500.0, "share": 0.25},
@@ -26,7 +26,7 @@ def test_the_table_has_a_column_for_each_number_of_rows() -> None:
 
 
 @pytest.mark.slow  # compiles the core's products for ARM
-def test_more_rows_take_fewer_instructions_each(tmp_path: Path) -> None:
+def test_more_rows_take_fewer_instructions_per_row(tmp_path: Path) -> None:
     tool(COMPILER, "g++-aarch64-linux-gnu")
     tool(EMULATOR, "qemu-user")
     built = build(tmp_path)

@@ -1,4 +1,4 @@
-"""The pages of numbers are made from the result files, and so are the figures of other pages."""
+"""The pages of numbers follow from the result files, and so do the figures of other pages."""
 
 import re
 from collections.abc import Callable
@@ -38,19 +38,19 @@ TOY = Result(
 )  # fmt: skip
 
 
-def test_the_pages_are_what_the_files_say() -> None:
+def test_pages_equal_the_result_files() -> None:
     for name, text in pages_of(PAGES, HIGHLIGHTS, RESULTS).items():
         assert (FOLDER / name).read_text("utf-8") == text, "run python -m benchmarks.numbers"
         assert len(text.splitlines()) <= MAX_LINES, name
 
 
-def test_every_result_file_is_on_a_page() -> None:
+def test_each_result_file_is_on_a_page() -> None:
     sections = [section for page in PAGES for section in page.sections]
     shown = {table.file for section in sections for table in section.tables}
     assert shown | OF_THE_EVALUATION == RESULTS.keys()
 
 
-def test_commands_name_modules_that_are_there() -> None:
+def test_commands_name_existing_modules() -> None:
     commands = {section.command for page in PAGES for section in page.sections}
     modules = {name for command in commands for name in re.findall(r"-m ([\w.]+)", command)}
     assert len(modules) > 30
@@ -71,12 +71,12 @@ def test_commands_name_modules_that_are_there() -> None:
         ("as it is", "as it is"),
     ],
 )
-def test_a_cell(template: str, text: str) -> None:
+def test_cells_are_formatted(template: str, text: str) -> None:
     assert filled(template, TOY.rows[1]) == text
     assert filled("{best:sig}, {is_quick}", TOY.rows[0]) == "1,234, yes"
 
 
-def test_a_table_by_rows_and_turned() -> None:
+def test_tables_are_written_by_rows_or_transposed() -> None:
     columns = {"": "{engine}", "best": "{best:.1f}", "limit": "{settings.limit_s}"}
     lines = lines_of(Table("m/toy.json", columns, {"figure": "rate"}), TOY)
     assert lines[:4] == [
@@ -91,23 +91,23 @@ def test_a_table_by_rows_and_turned() -> None:
     ]  # fmt: skip
 
 
-def test_wrong_entries_of_the_catalogue() -> None:
+def test_wrong_catalogue_entries_are_refused() -> None:
     with pytest.raises(ValueError, match=r"m/toy\.json has no row with \{'engine': 'c'\}"):
         lines_of(Table("m/toy.json", {"": "{engine}"}, {"engine": "c"}), TOY)
     with pytest.raises(ValueError, match="a column of .* is empty"):
         lines_of(Table("m/toy.json", {"": "{engine}", "x": "{nothing}"}), TOY)
 
 
-def test_a_value_is_of_one_row() -> None:
+def test_value_comes_from_one_row() -> None:
     results = {"m/toy.json": TOY}
     assert value_of(Value("m/toy.json", "{best:.1f}", {"engine": "b"}), results) == "12.3"
     with pytest.raises(ValueError, match="has 2 rows with"):
         value_of(Value("m/toy.json", "{best:.1f}", {"engine": "a"}), results)
 
 
-def only(file: str, field: str, **wanted: Any) -> Any:
+def only(file: str, field: str, **values: Any) -> Any:
     """Return a field of the one row that has these values."""
-    (row,) = RESULTS[file].where(**wanted)
+    (row,) = RESULTS[file].where(**values)
     return row[field]
 
 
@@ -122,7 +122,7 @@ OURS_INT4_HEAD = *OURS[:2], "quire int4 head int4"
 OPENVINO = "openvino fp16", "openvino int8", "openvino int4"
 LLAMA = "llama.cpp bf16", "llama.cpp q8_0", "llama.cpp q4_0"
 VLLM = "vllm bf16", "vllm int8", "vllm int4"
-# Of each line of the table: its first cell, file, figure, format, engines of ours, the best others.
+# For each table line: first cell, file, figure, format, our engines, and the best other engines.
 TABLE: list[tuple[str, str, str, str, tuple[str, ...], Callable[[Any], str]]] = [
     ("16 requests at once, 128 in / 64 out: bf16, int8, int4", "cpu", "batch_rate", ".0f", OURS,
      lambda of: f"{of(*OPENVINO)} (OpenVINO)"),
@@ -140,7 +140,7 @@ TABLE: list[tuple[str, str, str, str, tuple[str, ...], Callable[[Any], str]]] = 
 ]  # fmt: skip
 
 
-def test_the_table_of_the_readme() -> None:
+def test_readme_table_equals_the_results() -> None:
     found = re.search(r"\| \| quire \| best other \|\n\|[-|]+\n((?:\|.*\n)+)", README)
     assert found
     expected = [
@@ -151,8 +151,8 @@ def test_the_table_of_the_readme() -> None:
     assert found[1].splitlines() == expected
 
 
-def test_no_other_engine_is_better_than_the_one_that_the_readme_names() -> None:
-    """The last cell of each line is the best of all engines with that format."""
+def test_readme_names_the_best_other_engine() -> None:
+    """The last cell of each line shows the best other engine with that format."""
     for _, file, figure, spec, _, others in TABLE:
         rows = RESULTS[f"epyc-zen4-2/{file}.json"].where(figure=figure)
         named = re.findall(r"[\d.]+", others(lambda *e, f=(file, figure, spec): best(*f, *e)))
@@ -165,7 +165,7 @@ def test_no_other_engine_is_better_than_the_one_that_the_readme_names() -> None:
                 assert value >= bound if figure.endswith("_s") else value <= bound, row
 
 
-def test_sentences_of_the_readme() -> None:
+def test_readme_sentences_equal_the_results() -> None:
     text = " ".join(README.split())
     step = only("epyc-zen5-2/steps.json", "ms.schedule + update.median",
                 load="steady", rows=1024, spread=True, prefix_caching=True)  # fmt: skip
@@ -180,14 +180,14 @@ def test_sentences_of_the_readme() -> None:
     assert f"token of an 8B model takes {one:.1f} ms, a step of 64 rows takes {many:.1f} ms" in text
 
 
-def test_sentences_of_gpu_md() -> None:
+def test_gpu_md_sentences_equal_the_results() -> None:
     text = " ".join((ROOT / "docs" / "inside" / "gpu.md").read_text(encoding="utf-8").split())
     decode = {"what": "decode", "model": "llama-3.1-8b", "context": 512}
     one, many = (only("h200/gpu_engine.json", "mean_ms", rows=n, **decode) for n in (1, 64))
     assert f"a step of Llama-3.1-8B takes {one:.1f} ms for one row and {many:.1f} ms for 64" in text
 
 
-def test_sentences_about_tiles_in_cpu_md() -> None:
+def test_cpu_md_sentences_about_tiles_equal_the_results() -> None:
     text = " ".join((ROOT / "docs" / "inside" / "cpu.md").read_text(encoding="utf-8").split())
     many = RESULTS["xeon-amx-16/linear.json"].where(rows=1024)
     rates = {(row["format"], row["shape"], row["variant"]): row["gop_per_s"] for row in many}

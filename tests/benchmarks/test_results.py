@@ -1,4 +1,4 @@
-"""All result files have one form, in a folder named after the machine."""
+"""All result files have one format, in a folder named after the machine."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ GOOD = {
 }  # fmt: skip
 
 
-def test_a_written_file_is_read_back(tmp_path: Path) -> None:
+def test_written_file_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "fork.json"
     rows = [
         {"case": "one", "ms": {"add": 1.5, "plan": {"median": 2.0}}},
@@ -46,7 +46,7 @@ def test_a_written_file_is_read_back(tmp_path: Path) -> None:
     assert found.where(case="two") == [{"case": "two", "n": None}]
 
 
-def test_rows_from_tables() -> None:
+def test_tables_become_flat_rows() -> None:
     assert keyed("rows", {1: {"us": 2}, 8: {"us": 3}}) == [
         {"rows": 1, "us": 2}, {"rows": 8, "us": 3}
     ]  # fmt: skip
@@ -56,7 +56,7 @@ def test_rows_from_tables() -> None:
     assert flat({"a": math.nan, "b": [math.inf, 1.0]}) == {"a": None, "b": [None, 1.0]}
 
 
-def test_the_newest_of_several_machines(tmp_path: Path) -> None:
+def test_newest_result_of_several_machines_is_found(tmp_path: Path) -> None:
     for machine, date in (("a", "2026-11-28"), ("b", "2026-11-29"), ("c", "2026-11-27")):
         (tmp_path / machine).mkdir()
         text = json.dumps(GOOD | {"date": date, "settings": {"on": machine}})
@@ -65,7 +65,7 @@ def test_the_newest_of_several_machines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"extra": 1}, "exactly the fields"),
         ({"date": "yesterday"}, "date must be ISO 8601, not 'yesterday'"),
@@ -79,16 +79,18 @@ def test_the_newest_of_several_machines(tmp_path: Path) -> None:
         ({"rows": [{"a": math.inf}]}, "row 0, a: inf"),
     ],
 )
-def test_what_has_not_the_form(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_malformed_results_are_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     assert problems(GOOD) == []
-    assert any(said in text for text in problems(GOOD | change))
+    assert any(message in text for text in problems(GOOD | change))
     path = tmp_path / "x.json"
     path.write_text(json.dumps(GOOD | change))
     with pytest.raises(ConfigError, match=r"x\.json: "):
         read(path)
 
 
-def test_names_of_machines() -> None:
+def test_machine_names_follow_from_their_facts() -> None:
     assert machine_name(ZEN4) == "epyc-zen4-2"
     xeon = {"cpu": "Intel(R) X (family 6, model 207)", "cores": 16, "threads": 4}
     assert machine_name(xeon) == "xeon-amx-16"
@@ -96,7 +98,7 @@ def test_names_of_machines() -> None:
     assert machine_name({"cpu": "Neoverse V2", "cores": 8}) == "neoverse-v2-8"
 
 
-def test_all_files_have_the_form_and_are_where_their_machine_says() -> None:
+def test_all_files_are_valid_and_in_the_folder_of_their_machine() -> None:
     files = {p.relative_to(FOLDER).as_posix() for p in FOLDER.rglob("*") if p.is_file()}
     found = read_all()
     assert files == found.keys() and files
@@ -106,7 +108,7 @@ def test_all_files_have_the_form_and_are_where_their_machine_says() -> None:
         assert result.benchmark.rpartition(".")[2] in file, name
 
 
-# What is measured by a program outside of the folder.
+# Benchmarks with a program outside of the folder.
 OUTSIDE = {"chaos", "mutation", "start"}
 
 
@@ -129,5 +131,5 @@ def test_scripts_write_the_names_of_their_modules() -> None:
     assert {module: name for module, name in found.items() if module != name} == {}
 
 
-def test_files_name_modules_that_are_there() -> None:
+def test_files_name_existing_modules() -> None:
     assert {result.benchmark for result in read_all().values()} <= module_names() | OUTSIDE

@@ -33,7 +33,7 @@ def report(*turns: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def test_lost_tokens_are_split_at_a_block() -> None:
+def test_recomputed_tokens_are_split_at_one_block() -> None:
     found = figures(report((20, 5), (40, 24), (10, 11)))
     assert found["recomputed_tokens"] == 31
     assert found["recomputed.in_block"] == 15 and found["recomputed.more"] == 16
@@ -43,7 +43,7 @@ def test_lost_tokens_are_split_at_a_block() -> None:
     assert places == [0.75, 0.0, 0.25]
 
 
-def test_the_page_shows_the_median_round(tmp_path: Path) -> None:
+def test_page_shows_the_median_round(tmp_path: Path) -> None:
     rounds = [figures(report((20 + num, 15))) for num in (1, 2, 9)]
     rows = [row_of(model, rounds) for model in MODELS]
     write(tmp_path / "reuse.json", "server.reuse", rows, {}, lambda: dict(FACTS))
@@ -58,14 +58,14 @@ def test_the_page_shows_the_median_round(tmp_path: Path) -> None:
     assert len(lines) == 2 + len(MODELS) + 1
 
 
-def test_the_hybrid_model_is_written(tmp_path: Path) -> None:
+def test_hybrid_model_is_written(tmp_path: Path) -> None:
     command = command_of(MODELS[1], 1, tmp_path)
     assert json.loads((tmp_path / "hybrid" / "config.json").read_text("utf-8")) == reuse.HYBRID
     assert str(tmp_path / "hybrid") in command and "dummy" in command
 
 
 @pytest.mark.slow
-def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_run_reuses_most_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "reuse.json"
     line = "reuse --rounds 1 --models demo --sessions 2 --scale 0.001 --speed inf --output-json"
     monkeypatch.setattr(sys, "argv", [*line.split(), str(path)])

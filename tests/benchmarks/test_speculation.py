@@ -28,8 +28,8 @@ def nothing_replayed() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_small_run_of_all_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers are compared within. No time is known, so all drafts are verified."""
+def test_small_run_covers_all_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark itself compares answers. Without step times, all drafts are verified."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     monkeypatch.setattr(speculation, "ORDERS", (True,))
     options = argparse.Namespace(
@@ -43,15 +43,15 @@ def test_a_small_run_of_all_workloads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["json"]["tokens_per_step"] > 1.5 * rows["random"]["tokens_per_step"]
 
 
-def test_the_interval_holds_the_median_in_95_of_100_cases() -> None:
-    choose, num_held = random.Random(1), 0
+def test_interval_covers_the_median_in_95_of_100_cases() -> None:
+    choose, num_covered = random.Random(1), 0
     for _ in range(2000):
         low, high = interval([choose.lognormvariate(0.0, 0.3) for _ in range(12)])
-        num_held += low <= 1.0 <= high
-    assert 0.95 <= num_held / 2000 <= 0.99
+        num_covered += low <= 1.0 <= high
+    assert 0.95 <= num_covered / 2000 <= 0.99
 
 
-def test_few_pairs_have_no_verdict() -> None:
+def test_verdict_needs_enough_pairs() -> None:
     assert interval([1.0, 3.0, 2.0]) == (1.0, 3.0)
     assert verdict(MIN_PAIRS - 1, 0.5) == "too few pairs"
     assert interval([0.9, 0.91, 0.92, 0.93, 0.94, 0.95]) == (0.9, 0.95)
@@ -71,7 +71,7 @@ def test_cells_share_the_time_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> 
     assert ends[1] - ends[0] == pytest.approx(2 * (ends[0] - 100.0), rel=0.02)
 
 
-def test_a_record_holds_what_was_proposed_and_how_much_of_it_was_right() -> None:
+def test_record_holds_proposed_and_accepted_counts() -> None:
     record = Record.of([*RIGHT, 16], {0: RIGHT[:3], 3: [13, 99, 98], 6: [1, 2]})
     assert record.places == [(3, 3), (2, 2), (1, 1), (3, 1), (2, 0), (0, 0), (1, 0)]
 
@@ -84,8 +84,9 @@ def looked_up(tokens: list[int], num: int) -> list[int]:
     return []
 
 
-def test_a_record_holds_the_proposals_of_all_steps() -> None:
-    """Also of those that would lie in a rest, by a plain search of the earlier text."""
+def test_record_holds_the_proposals_of_all_steps() -> None:
+    """This includes steps in which drafting would pause. A plain search of the earlier text gives
+    the expected proposals."""
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=80, ignore_eos=True)
     prompt = RenderedPrompt(list(range(20, 30)))
     config = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
@@ -105,11 +106,11 @@ def test_a_record_holds_the_proposals_of_all_steps() -> None:
         at += 1 + len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
     assert record == Record.of(answer, proposed)
     num_found = sum(map(bool, proposed.values()))
-    assert 10 < num_found < 60, "there are misses, and matches after them"
+    assert 10 < num_found < 60, "there are misses and later matches"
 
 
-def test_a_replay_proposes_as_the_record_says() -> None:
-    """Right tokens are the answer's, and wrong ones differ from it. A record repeats itself."""
+def test_replay_proposes_according_to_the_record() -> None:
+    """Accepted tokens equal the answer's, and rejected ones differ. The record repeats."""
     answer = list(range(50, 60))
     REPLAYED[7] = Replayed(2, answer, Record([(3, 2), (0, 0), (4, 4)]), vocab_size=60)
     replay = Replay()

@@ -1,4 +1,4 @@
-"""The costs of swapping and of recomputation by formula, against numbers worked out by hand."""
+"""The costs of swapping and of recomputation by formula, against numbers computed by hand."""
 
 from dataclasses import replace
 
@@ -24,8 +24,8 @@ TOKEN_BYTES = 2 * 3 * 4 * 8 * 2
 DEVICE = Device("d", link=1e6, transfer_s=1e-5, memory=1e8, host=1e7, flops_per_s=2e9)
 
 
-def test_costs_are_those_of_the_docstring() -> None:
-    """One transfer does not depend on the block size; transfers of blocks do."""
+def test_costs_follow_the_documented_formula() -> None:
+    """The cost of one large transfer does not depend on the block size; block transfers do."""
     num_bytes = 60 * TOKEN_BYTES
     assert (VICTIM.num_blocks, VICTIM.num_bytes) == (15, num_bytes)
     assert per_block_s(VICTIM, DEVICE) == pytest.approx(2 * (90 * 1e-5 + num_bytes / 1e6))
@@ -38,11 +38,11 @@ def test_costs_are_those_of_the_docstring() -> None:
     assert costs == sorted(costs, reverse=True) and costs[0] > costs[-1]
 
 
-def test_at_the_crossing_both_take_as_long() -> None:
+def test_costs_are_equal_at_the_crossing_block_size() -> None:
     fast = replace(DEVICE, flops_per_s=2.5e9)
     size = crossing_block_size(VICTIM, fast)
     assert size is not None
-    # As a real number of blocks, which a victim cannot have: the formula, by hand.
+    # The formula by hand, with a fractional number of blocks, which no victim has.
     swap = 2 * (2 * 3 * 60 / size * 1e-5 + 60 * TOKEN_BYTES / 1e6)
     assert swap == pytest.approx(recompute_s(VICTIM, fast))
     assert crossing_block_size(VICTIM, replace(DEVICE, flops_per_s=1e12)) is None
@@ -50,8 +50,8 @@ def test_at_the_crossing_both_take_as_long() -> None:
     assert recompute_s(VICTIM, slow) == pytest.approx(1.2 * per_block_s(VICTIM, slow))
 
 
-def test_the_scheduler_compares_both_costs() -> None:
-    """Just below and just above the rate at which they are equal."""
+def test_scheduler_compares_both_costs() -> None:
+    """Rates just below and just above the equal cost give different choices."""
     for block_size in (1, 4, 16):
         victim = replace(VICTIM, block_size=block_size)
         equal = 2 * victim.num_bytes * 1000.0 / victim.num_tokens

@@ -26,8 +26,8 @@ from benchmarks.gpu.time_model import (
 from benchmarks.result_files import FOLDER, read
 
 
-def test_every_archived_step_is_met_with_four_constants() -> None:
-    """Twenty rows; one is named as missed, with its reason."""
+def test_archived_steps_are_predicted_with_four_constants() -> None:
+    """One of twenty rows is listed as missed, with its reason."""
     assert len(fields(Fitted)) <= 4
     found = errors(Fitted())
     assert len(found) == 20
@@ -35,8 +35,8 @@ def test_every_archived_step_is_met_with_four_constants() -> None:
     assert missed == MISSED.keys() == {"0.6B prompt of 512"}
 
 
-def test_the_constants_are_those_that_fit() -> None:
-    """A fit from elsewhere is hardly better than the constants in use."""
+def test_constants_are_a_best_fit() -> None:
+    """A fit from another starting point is hardly better than the constants in use."""
 
     def worst(fitted: Fitted) -> float:
         return max(abs(e) for row, e in errors(fitted).items() if row.name not in MISSED)
@@ -46,14 +46,15 @@ def test_the_constants_are_those_that_fit() -> None:
 
 
 def test_attention_timed_alone_is_predicted_without_a_fit() -> None:
-    """No constant was fitted to it; the longest single rows are cut less evenly than assumed."""
+    """No constant was fitted to attention. The longest single rows are split less evenly than
+    assumed."""
     alone = {name: after / us - 1 for name, us, after in kernels() if "attention" in name}
     assert len(alone) == 16
     assert all(abs(error) < 0.1 for name, error in alone.items() if "16384" not in name)
 
 
-def test_launches_of_a_layer() -> None:
-    """Keys of one row are split over programs, so its merge stays; those of 64 rows are not."""
+def test_launches_per_layer_follow_the_program() -> None:
+    """Keys of one row are split over programs, so its merge remains; those of 64 rows are not."""
     model, gpu = shape("llama-3.1-8b"), machines()[SINGLE]
     counts = [
         [Model(model, gpu, program).launches(step) for step in (Step(1, 512), Step(64, 512))]

@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "message"), CASES)
 @pytest.mark.parametrize("command", ["fit", "doctor", "generate"])
-def test_in_one_line(
+def test_invalid_config_is_reported_without_a_traceback(
     command: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -43,7 +43,9 @@ def test_in_one_line(
 
 
 @pytest.mark.parametrize(("text", "message"), [CASES[3]], ids=["deep"])
-def test_serve(text: str, message: str, tmp_path: Path) -> None:
+def test_serve_reports_an_invalid_config_without_a_traceback(
+    text: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(text)
     command = [sys.executable, "-m", "quire.cli.main", "serve", str(tmp_path), "--port", "0"]
     ended = run_forked([*command, "--load-format", "dummy"])
@@ -64,7 +66,7 @@ def test_serve(text: str, message: str, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_of_a_gguf_file(
+def test_invalid_gguf_metadata_is_reported(
     change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shapes = {"token_embd.weight": 4, "blk.0.attn_q.weight": 8, "blk.0.ffn_up.weight": 8}
@@ -87,7 +89,7 @@ def test_of_a_gguf_file(
         ("tokenizer_config.json", {"added_tokens_decoder": {"a": {}}}, "for example 'a'"),
     ],
 )
-def test_of_the_files_beside_the_config(
+def test_invalid_files_next_to_the_config_are_reported(
     file: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = write_directory(tmp_path, "byte_level")

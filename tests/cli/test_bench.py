@@ -32,7 +32,9 @@ from tests.support.serve.fake_openai import FakeOpenAI, running
         ),
     ],
 )
-def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, ...]) -> None:
+def test_help_lists_the_options_of_each_kind(
+    capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, ...]
+) -> None:
     status, out, _ = run(capsys, "bench", kind, "--help", "all")
     assert status == 0
     requests = () if kind in ("latency", "agents") else ("--dataset-name",)
@@ -54,7 +56,9 @@ def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, .
         ("serve --backend tgi", "invalid choice: 'tgi'"),
     ],
 )
-def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
+def test_wrong_usage_exits_with_status_2(
+    capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
     status, _, err = run(capsys, "bench", *line.split())
     assert status == 2
     assert words in err
@@ -69,20 +73,22 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, words: str) 
         ("latency --enable-prefix-caching", "the prefix cache would skip the prompts"),
     ],
 )
-def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
+def test_impossible_measurements_are_refused(
+    capsys: pytest.CaptureFixture[str], line: str, words: str
+) -> None:
     status, _, err = run(capsys, "bench", *line.split())
     assert status == 1
     assert err.startswith("quire: ") and words in err
 
 
-def test_serve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_measures_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeOpenAI()) as url:
         status, out, _ = run(capsys, "bench", "serve", "--base-url", url, "--num-prompts", "2")
     assert status == 0
     assert "Successful requests:                     2         " in out
 
 
-def test_serve_with_another_path(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_uses_the_given_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
     fake = FakeOpenAI()
     with running(fake) as url:
         line = f"--base-url {url} --num-prompts 1 --endpoint /v1/chat/completions"
@@ -93,7 +99,9 @@ def test_serve_with_another_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1 and "endpoint must begin with a slash" in err
 
 
-def test_latency(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_latency_prints_and_writes_results(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "out.json"
     line = f"--batch-size 2 --input-len 4 --output-len 3 --num-iters 3 --output-json {path}"
     rest = ("--num-iters-warmup", "1", "--disable-log-stats")
@@ -105,7 +113,7 @@ def test_latency(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert list(written["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
-def test_throughput(
+def test_throughput_prints_and_writes_results(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(throughput, "measure_limits", lambda *given: Limits(1e9, 1e9))
@@ -117,14 +125,14 @@ def test_throughput(
     assert json.loads(path.read_text(encoding="utf-8"))["model_id"] == "demo"
 
 
-def test_the_command_loads_nothing_heavy() -> None:
+def test_bench_command_imports_no_heavy_packages() -> None:
     heavy = "{'torch', 'numpy', 'h11', 'rich'}"
     code = f"import quire.cli.commands.bench, sys; print({heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
-def test_measuring_a_server_needs_no_torch() -> None:
+def test_measuring_a_server_does_not_import_torch() -> None:
     code = "import quire.tools.bench.serve, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -20,18 +20,18 @@ from tests.support.commands import run
 
 
 class Parrot:
-    """A target that counts a token per character and answers with the question in pieces."""
+    """A target that counts one token per character and streams the question as its answer."""
 
     def __init__(self, limit: int = 1000, error: Exception | None = None) -> None:
         self.limit = limit
         self.error = error
         self.fails_at = 2  # letter of the answer
-        self.heard: list[Messages] = []
+        self.received: list[Messages] = []
         self.interrupt_after: int | None = None
         self.used: list[object] = []  # models and sampling options that were set
 
     def answer(self, messages: Messages, is_enough: Callable[[], bool]) -> Iterator[Piece]:
-        self.heard.append(messages)
+        self.received.append(messages)
         question = messages[-1]["content"]
         if isinstance(question, list):
             question = question[-1]["text"]
@@ -79,10 +79,10 @@ def contents(messages: Messages) -> list[str]:
     return [message["content"] for message in messages]
 
 
-def test_the_demo_model_chats_through_a_pipe(
+def test_demo_model_chats_through_a_pipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two turns; the second one sees the first; the same again gives the same."""
+    """Two runs of the same two turns give equal answers."""
     outs = []
     for _ in range(2):
         monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\n\nTell me a story.\n"))
@@ -95,7 +95,7 @@ def test_the_demo_model_chats_through_a_pipe(
     assert len(outs[0]) == 2 and all(outs[0])
 
 
-def test_turns_are_remembered_and_forgotten(
+def test_turns_are_resent_until_a_reset(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Parrot()
@@ -103,12 +103,12 @@ def test_turns_are_remembered_and_forgotten(
     assert chat(monkeypatch, target, text, system="be") == 0
     captured = capsys.readouterr()
     assert captured.out == "one\ntwo\nthree\n"
-    assert [contents(heard) for heard in target.heard] == [
+    assert [contents(received) for received in target.received] == [
         ["be", "one"],
         ["be", "one", "one", "two"],
         ["be", "three"],
     ]
-    roles = [message["role"] for message in target.heard[1]]
+    roles = [message["role"] for message in target.received[1]]
     assert roles == ["system", "user", "assistant", "user"]
     assert "/reset       start" in captured.err and "unknown command /nothing" in captured.err
 
@@ -128,13 +128,17 @@ def test_images_are_sent_with_the_next_message(
     assert "test_chat.py' is no image by its name, but text/x-python." in captured.err
     url = "data:image/png;base64,cGljdHVyZQ=="
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "see"}]
-    assert [contents(heard) for heard in target.heard] == [[parts], [parts, "see", "next"], ["new"]]
+    assert [contents(received) for received in target.received] == [
+        [parts],
+        [parts, "see", "next"],
+        ["new"],
+    ]
 
 
-def test_an_image_of_the_command_line(
+def test_image_option_attaches_an_image(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The demo model takes none; a file that is missing ends the command."""
+    """The demo model does not accept images, and a missing file ends the command."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is it?\n"))
     path = picture(tmp_path / "a.png")
     status, _, err = run(capsys, "chat", "demo", "--image", str(path))
@@ -145,14 +149,14 @@ def test_an_image_of_the_command_line(
     assert "b.png' cannot be read" in err
 
 
-def test_the_oldest_turns_go_when_the_context_is_full(
+def test_oldest_turns_are_removed_when_the_context_is_full(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 tokens, of which 10 are kept for the answer."""
+    """The context has 40 tokens, 10 of them reserved for the answer."""
     target = Parrot(limit=40)
     assert chat(monkeypatch, target, "aaaaaaaa\nbbbb\ncccccc\n") == 0
-    assert contents(target.heard[1]) == ["aaaaaaaa", "aaaaaaaa", "bbbb"]
-    assert contents(target.heard[2]) == ["bbbb", "bbbb", "cccccc"]
+    assert contents(target.received[1]) == ["aaaaaaaa", "aaaaaaaa", "bbbb"]
+    assert contents(target.received[2]) == ["bbbb", "bbbb", "cccccc"]
     assert "removed the oldest 1 turn(s)" in capsys.readouterr().err
 
 
@@ -165,18 +169,18 @@ def test_ctrl_c_stops_the_answer_but_not_the_chat(
     assert chat(monkeypatch, target, "abcdefgh\nxy\n") == 0
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("abcd\nxy\n", "[stopped]\n")
-    assert contents(target.heard[1]) == ["abcdefgh", "abcd", "xy"]
+    assert contents(target.received[1]) == ["abcdefgh", "abcd", "xy"]
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_answer_that_was_cut(
+def test_truncated_answer_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert chat(monkeypatch, Parrot(), "long\n") == 0
     assert "reached its maximum length" in capsys.readouterr().err
 
 
-def test_an_error_ends_a_turn_and_is_in_the_exit_status(
+def test_error_ends_the_turn_and_sets_the_exit_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Parrot(error=EngineError("it hurts."))
@@ -187,7 +191,7 @@ def test_an_error_ends_a_turn_and_is_in_the_exit_status(
         chat(monkeypatch, Parrot(error=EngineDead("gone.")), "abcdef\nx\n")
 
 
-def test_pieces_of_a_servers_stream() -> None:
+def test_stream_chunks_become_pieces() -> None:
     both = '{"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}'
     assert [*_pieces(both)] == [Piece("a", "stop")]
     assert [*_pieces('{"choices": [{"delta": {"role": "assistant"}}]}')] == [Piece("")]
@@ -196,7 +200,7 @@ def test_pieces_of_a_servers_stream() -> None:
         [*_pieces('{"error": {"message": "it died"}}')]
 
 
-def test_a_prompt_that_never_fits_is_told(
+def test_prompt_that_never_fits_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("many words " * 50 + "\nHello!\n"))
@@ -208,32 +212,32 @@ def test_a_prompt_that_never_fits_is_told(
 
 
 class Terminal:
-    """What a person at a terminal sees, up to where they have read."""
+    """The output of a terminal that the test has not consumed yet."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._seen = b""
 
-    def read_until(self, wanted: bytes, limit_s: float = 60.0) -> None:
-        assert self.sees(wanted, limit_s), self._seen
+    def read_until(self, expected: bytes, limit_s: float = 60.0) -> None:
+        assert self.sees(expected, limit_s), self._seen
 
-    def sees(self, wanted: bytes, limit_s: float) -> bool:
-        """Whether it comes in time; then what comes next is read from behind it."""
+    def sees(self, expected: bytes, limit_s: float) -> bool:
+        """Return whether the text arrives in time, and consume the output up to its end."""
         end = time.monotonic() + limit_s
-        while wanted not in self._seen:
+        while expected not in self._seen:
             ready, _, _ = select.select([self._fd], [], [], max(0.0, end - time.monotonic()))
             if not ready:
                 return False
             self._seen += os.read(self._fd, 4096)
-        self._seen = self._seen.partition(wanted)[2]
+        self._seen = self._seen.partition(expected)[2]
         return True
 
     def write(self, text: bytes) -> None:
         os.write(self._fd, text)
 
 
-def test_in_a_terminal() -> None:
-    """A prompt, an answer, Ctrl-C in it and at the next prompt, another answer, Ctrl-D."""
+def test_chat_in_a_terminal_handles_ctrl_c_and_ctrl_d() -> None:
+    """Ctrl-C is sent within an answer and at the next prompt; Ctrl-D ends the chat."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "quire.cli.main", "chat", "--temperature", "0"]
     options = ["--ignore-eos", "--log-level", "error", "--max-tokens", "2000"]
@@ -251,13 +255,13 @@ def test_in_a_terminal() -> None:
             process.send_signal(signal.SIGINT)
             terminal.read_until(b"[stopped]")
             terminal.read_until(b"> ")
-            # Between the prompt and its wait for a key, Python's readline is deaf to signals.
+            # Between the prompt and its wait for a key, Python's readline ignores signals.
             for _ in range(30):
                 process.send_signal(signal.SIGINT)
                 if terminal.sees(b"[press Ctrl-D or type /exit to exit]", 2.0):
                     break
             else:
-                pytest.fail("Ctrl-C at the prompt says nothing")
+                pytest.fail("Ctrl-C at the prompt shows no message")
         terminal.read_until(b"> ")
         terminal.write(b"\x04")
         assert process.wait(30) == 0

@@ -1,4 +1,4 @@
-"""`quire chat --url`: with the API of `quire serve`, and with servers that are absent, deaf or
+"""`quire chat --url`: with the API of `quire serve`, and with servers that are absent, silent or
 different."""
 
 import io
@@ -26,7 +26,7 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a server in a thread of this process: its engine's steps are taken there, too."""
+    """The URL of a server in a thread of this process, which also runs the engine's steps."""
     engine = build_engine(config_from_flat(model="demo", max_model_len=96, disable_log_stats=True))
     client, config = FakeClient(engine), ServerConfig(api_key=(KEY,))
     context = ApiContext(client, engine.renderer, engine.requests, ("demo",), config, 1_700_000_000)
@@ -45,20 +45,20 @@ def chat(
     return run(capsys, "chat", *arguments)
 
 
-def test_a_server_answers_as_a_model_of_ones_own(
+def test_server_and_local_model_give_equal_chats(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
-    """Also when turns have to be forgotten; the key may be in the environment."""
+    """Turns are removed as well. The key may come from the environment."""
     text = "Hello!\nTell me a story.\nWho are you?\nWhat is 1 + 1?\n"
-    own = chat(capsys, monkeypatch, text, "--max-model-len", "96", *OPTIONS)
+    local = chat(capsys, monkeypatch, text, "--max-model-len", "96", *OPTIONS)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     remote = chat(capsys, monkeypatch, text, "--url", url, *OPTIONS)
-    assert remote[:2] == own[:2]
-    assert own[0] == 0 and len(own[1].splitlines()) == 4
-    assert "removed the oldest" in own[2] and "removed the oldest" in remote[2]
+    assert remote[:2] == local[:2]
+    assert local[0] == 0 and len(local[1].splitlines()) == 4
+    assert "removed the oldest" in local[2] and "removed the oldest" in remote[2]
 
 
-def test_a_wrong_key_and_a_wrong_model(
+def test_missing_key_and_unknown_model_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
@@ -71,7 +71,7 @@ def test_a_wrong_key_and_a_wrong_model(
     assert (status, out) == (1, "") and "temperature" in err and "400" in err
 
 
-def test_leaving_an_answer_ends_it_on_the_server(url: str) -> None:
+def test_abandoned_answer_ends_on_the_server(url: str) -> None:
     sampling = {"max_tokens": 80, "ignore_eos": True, "temperature": 0}
     target = ServerTarget(url, KEY, None, sampling)
     try:
@@ -94,16 +94,17 @@ def _load(url: str) -> int:
         target.close()
 
 
-def test_a_server_that_does_not_say_a_word() -> None:
-    """Ctrl-C works while nothing comes."""
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        target = ServerTarget(f"http://127.0.0.1:{deaf.getsockname()[1]}", None, "any", {})
+def test_ctrl_c_works_while_a_server_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = ServerTarget(f"http://127.0.0.1:{silent.getsockname()[1]}", None, "any", {})
         looks = iter([False, False, True, True])
         assert [*target.answer(HELLO, lambda: next(looks))] == []
         target.close()
 
 
-def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_server_is_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     status, out, err = chat(capsys, monkeypatch, "Hello!\n", "--url", "http://127.0.0.1:9")
     assert (status, out) == (1, "")
     assert "nothing answers at http://127.0.0.1:9" in err
@@ -117,10 +118,10 @@ class WithoutTokenize(FakeOpenAI):
             await super().answer(seen, send)
 
 
-def test_a_server_without_tokenize(
+def test_server_without_tokenize_keeps_all_turns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OpenAI's own API has no /tokenize: nothing is forgotten then."""
+    """OpenAI's own API has no /tokenize, so no turn is removed."""
     fake = WithoutTokenize()
     with running(fake) as url:
         status, out, _ = chat(
@@ -133,7 +134,7 @@ def test_a_server_without_tokenize(
 
 
 class OtherTokenize(FakeOpenAI):
-    """Its /tokenize answers as llama.cpp's does; it lists no models."""
+    """A server whose /tokenize answers as llama.cpp's does, and which lists no models."""
 
     async def answer(self, seen: Seen, send: Send) -> None:
         if seen.path in ("/tokenize", "/v1/models"):
@@ -142,7 +143,7 @@ class OtherTokenize(FakeOpenAI):
             await super().answer(seen, send)
 
 
-def test_a_server_that_answers_otherwise(
+def test_server_with_another_tokenize_format_works(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(OtherTokenize()) as url:

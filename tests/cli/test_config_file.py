@@ -38,7 +38,7 @@ def parse(*line: str) -> argparse.Namespace:
 # ---- the file --------------------------------------------------------------------------------
 
 
-def test_a_file_of_every_kind_of_setting(tmp_path: Path) -> None:
+def test_file_may_hold_every_kind_of_setting(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         """
@@ -73,7 +73,7 @@ def test_a_file_of_every_kind_of_setting(tmp_path: Path) -> None:
     assert arguments.log_level == "warning"
 
 
-def test_flags_win_and_both_are_told_apart(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_origins_are_described(tmp_path: Path) -> None:
     path = write(tmp_path, "block-size: 8\nseed: 3\nport: 1234\napi-key: hidden\n")
     arguments = parse("serve", "--config", path, "--seed", "5", "--max-num-seqs", "2")
     assert given_settings(arguments) == {"block_size": 8, "seed": 5, "max_num_seqs": 2}
@@ -86,7 +86,7 @@ def test_flags_win_and_both_are_told_apart(tmp_path: Path) -> None:
     ]
 
 
-def test_debug_shows_where_settings_come_from(
+def test_debug_log_shows_the_origin_of_settings(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -102,18 +102,18 @@ def test_debug_shows_where_settings_come_from(
     assert "port = 0 (flag)" in caplog.messages
 
 
-def test_commands_take_what_is_theirs_from_one_file(tmp_path: Path) -> None:
+def test_commands_ignore_settings_of_other_commands(tmp_path: Path) -> None:
     path = write(tmp_path, "port: 1234\nblock-size: 8\n")
     for command in ("generate", "chat", "doctor"):
         assert given_settings(parse(command, "--config", path)) == {"block_size": 8}
 
 
-def test_an_empty_file(tmp_path: Path) -> None:
+def test_empty_file_sets_nothing(tmp_path: Path) -> None:
     assert read_config_file(Path(write(tmp_path, "# nothing\n"))) == {}
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("max-modle-len: 5", "no setting 'max-modle-len'. Did you mean max-model-len?"),
         ("xyzzy: 5", "no setting 'xyzzy'. `quire serve --help all`"),
@@ -139,22 +139,22 @@ def test_an_empty_file(tmp_path: Path) -> None:
         ("grpc: true", "grpc=True is not supported: the server speaks HTTP"),
     ],
 )
-def test_errors_name_file_key_and_value(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, says: str
+def test_errors_show_file_key_and_value(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
 ) -> None:
     status, out, err = run(capsys, "generate", "x", "--config", write(tmp_path, text))
     assert (status, out) == (1, "")
-    assert says in err
+    assert message in err
     assert "grpc" in text or "quire.yaml" in err
 
 
-def test_a_wrong_key_is_not_shown(tmp_path: Path) -> None:
+def test_invalid_api_key_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config_file(Path(write(tmp_path, "api-key: 918273")))
     assert "918273" not in str(caught.value) and "api-key must be a string" in str(caught.value)
 
 
-def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, "generate", "x", "--config", "/no/file")
     assert (status, err) == (1, "quire: /no/file cannot be read: No such file or directory.\n")
 
@@ -166,29 +166,29 @@ def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     ("text", "value"),
     [("7", 7), ("-1", -1), ("4k", 4000), ("4K", 4096), ("2.5M", 5 << 19), ("1e4", 10_000)],
 )
-def test_human_integers(text: str, value: int) -> None:
+def test_integers_accept_suffixes(text: str, value: int) -> None:
     assert human_integer(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "k", "4kk", "x", "1.5", "0.0001k", "inf", "nan", "1e999"])
-def test_what_is_no_integer(text: str) -> None:
+def test_invalid_integers_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="number"):
         human_integer(text)
 
 
-def test_nothing_given_is_nothing_set() -> None:
+def test_command_without_flags_sets_nothing() -> None:
     arguments = parse("serve")
     assert (arguments.settings, arguments.log_level) == ({}, "info")
 
 
-def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
+def test_each_setting_is_an_option_and_not_a_vllm_flag() -> None:
     options = all_options()
     assert {"model", "block_size", "max_num_seqs", "device", "api_key", "log_level"} <= set(options)
     assert not set(options) & set(VLLM_SETTINGS)
     assert all(option.help for option in options.values())
 
 
-# ---- vLLM's ----------------------------------------------------------------------------------
+# ---- flags of vLLM ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -203,10 +203,10 @@ def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
         ("--uvicorn-log-level error", "--log-level applies to all loggers"),
     ],
 )
-def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: str) -> None:
+def test_flags_without_effect_are_ignored_with_a_note(flags: str, note: str) -> None:
     arguments = _parse(["serve", *flags.split()])
-    (said,) = resolve(arguments)
-    assert note in said
+    (note_line,) = resolve(arguments)
+    assert note in note_line
     assert arguments.settings == {}
 
 
@@ -219,7 +219,7 @@ def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: st
         ('--speculative-config {"method":"medusa"}', "method must be one of ngram, suffix, "),
     ],
 )
-def test_flags_that_promise_what_is_not_here_are_refused(
+def test_flags_of_unsupported_features_are_refused(
     capsys: pytest.CaptureFixture[str], flags: str, error: str
 ) -> None:
     status, out, err = run(capsys, "serve", *flags.split())
@@ -227,7 +227,7 @@ def test_flags_that_promise_what_is_not_here_are_refused(
     assert error in err
 
 
-def test_the_note_is_logged(
+def test_note_on_an_ignored_flag_is_logged(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run(capsys, "generate", "", "--max-seq-len-to-capture", "9")
@@ -235,7 +235,7 @@ def test_the_note_is_logged(
     assert note in caplog.messages
 
 
-def test_given_remembers_its_origin(tmp_path: Path) -> None:
+def test_file_settings_remember_their_origin(tmp_path: Path) -> None:
     path = write(tmp_path, "seed: 3")
     expected: dict[str, Any] = {"seed": Given(3, path)}
     assert read_config_file(Path(path)) == expected

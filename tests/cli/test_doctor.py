@@ -1,4 +1,4 @@
-"""`quire doctor`: on this machine, and on machines with something in the way."""
+"""`quire doctor` on this machine, and on machines with problems."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def problems(found: dict[str, Any]) -> str:
     return " ".join(f"{p['what']}: {p['advice']}" for p in found["problems"])
 
 
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_covers_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "doctor", "--device", "cpu")
     assert (status, err) == (0, "")
     for text in ("python  ", "usable cores", "torch", "C++ core", "attention", "problems"):
@@ -36,7 +36,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sequences of 2,048)" in out
 
 
-def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_settings_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     found = facts(capsys, "demo", "--device", "cpu", "--dtype", "float32")
     assert found["status"] == 0
     assert found["cpu"]["usable cores"] == len(os.sched_getaffinity(0))
@@ -48,7 +48,7 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert 64 <= model["tokens per step"] <= 256
 
 
-def test_cores_of_two_speeds_are_shown_with_the_choice(
+def test_core_speeds_are_shown_with_the_chosen_cores(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = CoreSpeeds("1 of 2 cores, with 71% of the speed", {0: 99.6e9, 2: 40e9}, frozenset({0}))
@@ -59,12 +59,12 @@ def test_cores_of_two_speeds_are_shown_with_the_choice(
 
 
 @pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")
-def test_kernels_are_shown_with_figures_and_reason(
+def test_kernel_choices_are_shown_with_figures_and_reason(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default, other = variants()[-1], variants()[0]
     with own_figures(tmp_path):
-        kernels = facts(capsys, "--device", "cpu")["kernels"]  # nothing was there: measured
+        kernels = facts(capsys, "--device", "cpu")["kernels"]  # no saved figures: measured
         (path,) = (tmp_path / "quire/kernels").iterdir()
         assert f"kept in {path}" in kernels["measured"]
         keep_figures({"int8": other})
@@ -82,7 +82,7 @@ def test_kernels_are_shown_with_figures_and_reason(
         )
 
 
-def test_settings_change_what_would_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_settings_change_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--max-num-seqs 3 --max-num-batched-tokens 99 --attention-backend torch --device cpu"
     model = facts(capsys, "shape:qwen3-0.6b", *flags.split(), "--max-model-len", "512")["model"]
     assert (model["sequences at once"], model["tokens per step"]) == (3, 99)
@@ -91,8 +91,8 @@ def test_settings_change_what_would_be_used(capsys: pytest.CaptureFixture[str]) 
     assert facts(capsys, *small.split())["model"]["max_model_len"] < 2048
 
 
-def test_the_weights_are_those_that_a_start_finds(capsys: pytest.CaptureFixture[str]) -> None:
-    """A tied head holds a copy once it is packed, which no file and no shape shows."""
+def test_planned_weights_equal_those_of_an_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """A packed tied head holds a copy of the weights, which neither files nor shapes show."""
     flags = ("shape:opt-125m", "--device", "cpu")
     planned = facts(capsys, *flags)["model"]["memory plan"].split(",")[0]
     with LLM("shape:opt-125m", device="cpu", disable_log_stats=True) as llm:
@@ -100,33 +100,35 @@ def test_the_weights_are_those_that_a_start_finds(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("/nowhere", "model /nowhere: there is no directory"),
         ("--kv-cache-memory-bytes 1M --device cpu --dtype float32", "max_model_len=auto"),
         ("--block-size 0", "block_size must be from 1 to 256"),
     ],
 )
-def test_a_model_that_cannot_run(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+def test_impossible_models_are_reported(
+    capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
     found = facts(capsys, *line.split())
     assert found["status"] == 1
-    assert says in problems(found)
+    assert message in problems(found)
 
 
 @pytest.fixture
 def able_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU of which doctor has nothing to say, whatever this machine's is."""
+    """Replace this machine's CPU by one without problems."""
     able = machine.Cpu("Able CPU", 64, 64, None, ("avx2", "avx512f", "avx512_bf16"))
     monkeypatch.setattr(machine, "cpu", lambda: able)
 
 
 @pytest.mark.usefixtures("able_cpu")
-def test_weight_files_that_loading_refuses(
+def test_invalid_weight_files_are_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Absent ones are no problem: they may not have been downloaded yet."""
+    """Missing files are not a problem if all are missing: they may not have been downloaded yet."""
     write_checkpoint(tmp_path, "llama", max_shard_size="30KB")
-    capsys.readouterr()  # its progress
+    capsys.readouterr()  # discard the progress output
     line = (str(tmp_path), "--device", "cpu")
     assert facts(capsys, *line)["problems"] == []
     shards = sorted(tmp_path.glob("*.safetensors"))
@@ -141,7 +143,7 @@ def test_weight_files_that_loading_refuses(
     assert facts(capsys, *line)["problems"] == []
 
 
-def test_what_is_in_the_way(
+def test_problems_of_a_machine_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = machine.Cpu("Old CPU", 64, 64, 0.5, ("avx2",))
@@ -155,20 +157,20 @@ def test_what_is_in_the_way(
         found = facts(capsys, "--device", "cpu")
     finally:
         native.core.cache_clear()
-    told = problems(found)
+    shown = problems(found)
     assert found["status"] == 0
-    assert "no AVX-512" in told and "does not multiply bfloat16" in told
-    assert "built from other sources" in told and "install g++" in told
-    assert "HF_HUB_OFFLINE is set" in told
+    assert "no AVX-512" in shown and "does not multiply bfloat16" in shown
+    assert "built from other sources" in shown and "install g++" in shown
+    assert "HF_HUB_OFFLINE is set" in shown
     assert found["gpu"]["0"]["name"] == "H200"
     if not found["torch"]["gpus"]:
-        assert "there is a GPU, but this torch" in told
+        assert "there is a GPU, but this torch" in shown
     if found["torch"]["threads"] > 1:
-        assert "set OMP_NUM_THREADS=1" in told
+        assert "set OMP_NUM_THREADS=1" in shown
     assert found["model"]["attention"] == "torch"
 
 
-def test_a_missing_package_is_fatal(
+def test_missing_package_fails_the_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "dependencies", lambda: {"torch": None, "numpy": "2.0"})
@@ -180,14 +182,14 @@ def test_a_missing_package_is_fatal(
     assert status == 1 and "! not installed: torch" in out
 
 
-def test_few_open_files(
+def test_low_limit_of_open_files_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 256))
     assert "only 256 files may be open: run: ulimit -n" in problems(facts(capsys))
 
 
-def test_the_quota_of_a_control_group(tmp_path: Path) -> None:
+def test_cpu_quota_of_a_control_group_is_read(tmp_path: Path) -> None:
     assert machine.cpu_quota(tmp_path) is None
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
@@ -201,7 +203,7 @@ def test_the_quota_of_a_control_group(tmp_path: Path) -> None:
     assert machine.cpu_quota(tmp_path) == 2.5
 
 
-def test_memory_of_a_control_group(tmp_path: Path) -> None:
+def test_memory_limit_of_a_control_group_is_read(tmp_path: Path) -> None:
     whole = machine.memory_bytes(tmp_path)
     assert whole > 1 << 20
     (tmp_path / "memory.max").write_text("max\n")
@@ -210,7 +212,7 @@ def test_memory_of_a_control_group(tmp_path: Path) -> None:
     assert machine.memory_bytes(tmp_path) == 5000
 
 
-def test_gpus_as_nvidia_smi_tells_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_are_read_from_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine.gpus() == []
     tool = tmp_path / "nvidia-smi"

@@ -1,4 +1,4 @@
-"""`quire fit`: text and JSON, this machine and others, and what it refuses."""
+"""`quire fit`: text and JSON, this machine and others, and refused input."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "gpus", list)
 
 
-def test_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_report_has_memory_and_request_counts(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(
         capsys, "fit", "shape:mistral-7b", "--device", "h100-nvl", "--max-model-len", "4K"
     )
@@ -48,7 +48,7 @@ def test_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_figures_are_consistent(capsys: pytest.CaptureFixture[str]) -> None:
     found = figures(capsys, "demo", "--dtype", "float32", "--max-model-len", "256")
     assert found["device"]["kind"] == "cpu" and found["device"]["memory_bytes"] > MIB
     assert found["model"] == {"name": "demo", "type": "llama", "dtype": "float32"}
@@ -62,8 +62,8 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found["alternatives"]) in (2, 6) and found["warnings"] == []
 
 
-def test_figures_of_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
-    """The page on GPUs has the size of the pool, the page on models the text of a run."""
+def test_documented_figures_are_current(capsys: pytest.CaptureFixture[str]) -> None:
+    """The page on GPUs has the pool sizes, and the page on models the output of a run."""
     table = (ROOT / "docs" / "start" / "gpu.md").read_text("utf-8")
     rows = re.findall(r"^\| 8B \| `([^`]+)` \| ([\d,]+) \|$", table, re.MULTILINE)
     assert len(rows) == 3
@@ -79,7 +79,7 @@ def test_figures_of_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(block[1].splitlines()) <= set(out.splitlines())
 
 
-def test_the_longest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_length_is_the_longest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["shape:llama-3.1-8b", "--device", "20GiB"]
     status, _, err = run(capsys, "fit", *arguments)
     assert status == 1
@@ -92,7 +92,7 @@ def test_the_longest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["requests"][-1] == {"length": length, "at_once": 1, "by_memory": 1}
 
 
-def test_settings_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_settings_are_read_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "quire.yaml"
     path.write_text("model: shape:qwen3-0.6b\ndevice: cpu\nkv-cache-memory-bytes: 64M\nport: 1\n")
     found = figures(capsys, "--config", str(path), "--max_model_len", "auto")
@@ -100,7 +100,7 @@ def test_settings_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert found["pool"]["bytes"] <= 64 * MIB < found["pool"]["bytes"] + 2 * MIB
 
 
-def test_a_config_file_as_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_config_file_may_be_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shape = resolve_model("shape:qwen3-0.6b").directory / "config.json"
     (tmp_path / "config.json").write_text(shape.read_text())
     alone = figures(capsys, str(tmp_path / "config.json"), "--device", "l4")
@@ -111,7 +111,7 @@ def test_a_config_file_as_the_model(capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.parametrize(
     ("variant", "limited"), [("qwen2_windows", "a window of 6"), ("llama4", "chunks of 7")]
 )
-def test_a_group_with_a_limit(
+def test_groups_with_windows_or_chunks_show_their_limit(
     variant: str, limited: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path, variant)
@@ -120,15 +120,15 @@ def test_a_group_with_a_limit(
     assert "in 1 layer: " in out and f"in 2 layers with {limited}: " in out
 
 
-def test_a_group_of_states(capsys: pytest.CaptureFixture[str]) -> None:
-    """18 layers with 16 x 128 x 128 numbers and the inputs of a convolution: not by tokens."""
+def test_groups_of_states_show_bytes_per_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """A state has 16 x 128 x 128 numbers and inputs of a convolution, regardless of the tokens."""
     pool = "--kv-cache-memory-bytes", "1000000000", "--max-model-len", "4096"
-    asked = "shape:qwen3.5-0.8b", "--device", "cpu", *pool
-    status, out, _ = run(capsys, "fit", *asked)
+    command_line = "shape:qwen3.5-0.8b", "--device", "cpu", *pool
+    status, out, _ = run(capsys, "fit", *command_line)
     assert status == 0
     assert "12.0 KiB per token, 192.0 KiB per block in 6 layers: " in out
     assert "19.3 MiB per state in 18 layers: 24 states" in out
-    assert figures(capsys, *asked)["kv"]["bytes_per_token"] == 12 * 1024
+    assert figures(capsys, *command_line)["kv"]["bytes_per_token"] == 12 * 1024
 
 
 def test_warnings_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_warnings_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "warnings\n  ! only the config was checked" in out
 
 
-def test_the_gpu_of_this_machine(
+def test_gpu_of_this_machine_is_the_default(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = {"name": "NVIDIA H200", "memory.total": "143771 MiB"}
@@ -166,7 +166,7 @@ def test_the_gpu_of_this_machine(
         (["demo", "--block-size", "0"], "block_size must be from 1 to 256"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_input_is_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     status, out, err = run(capsys, "fit", *arguments)

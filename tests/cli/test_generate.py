@@ -1,4 +1,4 @@
-"""`quire generate`: a person's first command, with good and with bad input."""
+"""`quire generate`, a user's first command, with good and bad input."""
 
 import io
 import os
@@ -10,13 +10,13 @@ import pytest
 from tests.support.commands import run
 
 
-def test_the_demo_model_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_model_answers(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "generate", "Hello!", "--temperature", "0", "--max-tokens", "20")
     assert status == 0
     assert out.strip()
 
 
-def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("Tell me a story.", "--temperature", "1", "--max-tokens", "24")
     first = run(capsys, "generate", *options, "--sampling-seed", "7")
     second = run(capsys, "generate", *options, "--sampling-seed", "7")
@@ -24,7 +24,7 @@ def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str])
     assert first[1] == second[1] != other[1]
 
 
-def test_the_prompt_may_come_from_standard_input(
+def test_prompt_may_come_from_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!"))
@@ -33,7 +33,7 @@ def test_the_prompt_may_come_from_standard_input(
     assert piped[1] == given[1]
 
 
-def test_raw_continues_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_raw_skips_the_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
     raw = run(capsys, "generate", "Once upon a", "--raw", "--temperature", "0", "--max-tokens", "4")
     chat = run(capsys, "generate", "Once upon a", "--temperature", "0", "--max-tokens", "4")
     assert raw[0] == 0
@@ -41,7 +41,7 @@ def test_raw_continues_the_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "says"),
+    ("arguments", "status", "message"),
     [
         (("",), 1, "the prompt is empty"),
         (("x", "--model", "/nowhere"), 1, "there is no directory /nowhere"),
@@ -56,23 +56,23 @@ def test_raw_continues_the_text(capsys: pytest.CaptureFixture[str]) -> None:
         (("x", "--no-such-option"), 2, "there is no option --no-such-option"),
     ],
 )
-def test_bad_input_is_answered_with_what_to_do(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], status: int, says: str
+def test_bad_input_is_reported_with_advice(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], status: int, message: str
 ) -> None:
-    got, out, err = run(capsys, "generate", *arguments)
-    assert (got, out) == (status, "")
-    assert says in err
+    exit_status, out, err = run(capsys, "generate", *arguments)
+    assert (exit_status, out) == (status, "")
+    assert message in err
     assert "Traceback" not in err
 
 
-def test_help_names_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "generate", "--help", "all")
     assert status == 0
     for text in ("--block-size TOKENS", "(default: 16)", "--kv-cache-memory-bytes", "--stop TEXT"):
         assert text in out
 
 
-def test_the_installed_command_runs() -> None:
+def test_version_is_printed() -> None:
     command = [sys.executable, "-m", "quire.cli.main", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
     assert (done.returncode, done.stdout) == (0, "quire 0.1.0\n")

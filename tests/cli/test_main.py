@@ -1,4 +1,4 @@
-"""All commands: help, wrong usage, and that asking for help costs next to nothing."""
+"""All commands: help, wrong usage, and imports, so that help stays fast."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ SETTINGS = ("--config FILE", "--log-level {debug,info,warning,error}", "--max-mo
         ("bench", ("throughput", "serve")),
     ],
 )
-def test_help(
+def test_help_shows_options_of_each_command(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     command: str,
@@ -34,7 +34,7 @@ def test_help(
     monkeypatch.setenv("COLUMNS", "200")
     status, out, err = run(capsys, command, "--help", "all")
     assert (status, err) == (0, "")
-    assert "--grpc" not in out  # vLLM's own flags are answered, not offered
+    assert "--grpc" not in out  # flags of vLLM alone are not listed
     for line in lines:
         assert line in out
 
@@ -47,7 +47,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("", "COMMAND"),
         ("sing", "there is no command 'sing'; commands are: serve, chat,"),
@@ -63,16 +63,18 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ("doctor --max-model-len inf", "'inf' is not a number"),
     ],
 )
-def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+def test_wrong_usage_exits_with_status_2(
+    capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
     status, out, err = run(capsys, *line.split())
     assert (status, out) == (2, "")
-    assert says in err
+    assert message in err
 
 
 @pytest.mark.parametrize(
     "line", ["serve --kv-stor={}", "serve --kv-stor {} --bad {}", "chat -x {}"]
 )
-def test_the_value_of_a_misspelt_flag_is_not_shown(
+def test_value_of_a_misspelt_flag_is_not_shown(
     capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
     status, _, err = run(capsys, *line.format("MARKER", "MARKER").split())
@@ -81,7 +83,7 @@ def test_the_value_of_a_misspelt_flag_is_not_shown(
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("serve --port 70000", "port must be from 0 to 65535, got 70000"),
         ("serve one --model two", "there are two models, 'one' and --model 'two'"),
@@ -96,13 +98,15 @@ def test_the_value_of_a_misspelt_flag_is_not_shown(
         ("chat --url nonsense", "'nonsense' is not a server's address"),
     ],
 )
-def test_what_cannot_be_done(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+def test_invalid_settings_are_refused(
+    capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
     status, out, err = run(capsys, *line.split())
     assert (status, out) == (1, "")
-    assert err.startswith("quire: ") and says in err
+    assert err.startswith("quire: ") and message in err
 
 
-def test_underscores_in_flags_are_dashes() -> None:
+def test_underscores_in_flags_become_dashes() -> None:
     given = ["--max_model_len=a_b", "--block_size", "my_value", "-x_y", "--", "--as_is"]
     expected = ["--max-model-len=a_b", "--block-size", "my_value", "-x_y", "--", "--as_is"]
     assert list(with_dashes(given)) == expected
@@ -121,8 +125,8 @@ for words in sys.argv[1:]:
 """
 
 
-def test_the_command_line_imports_nothing_heavy() -> None:
-    """`serve` of a model that does not exist goes as far as its supervisor."""
+def test_command_line_imports_no_heavy_packages() -> None:
+    """`serve` of a missing model runs up to its supervisor."""
     lines = ["--help", "serve --help", "bench serve --help", "serve /no"]
     command = [sys.executable, "-c", IMPORTS_OF, *lines]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -132,10 +136,10 @@ def test_the_command_line_imports_nothing_heavy() -> None:
         assert not HEAVY & set(names.split()), line
 
 
-def test_the_server_gets_what_was_given(
+def test_server_receives_the_given_settings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flags end in the dataclasses; lists are tuples; MODEL is the model."""
+    """Flags become fields of the dataclasses, lists become tuples, and MODEL sets the model."""
     from quire.serve import supervisor
 
     taken: list = []

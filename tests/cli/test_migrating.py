@@ -1,4 +1,4 @@
-"""vLLM's flags: each is taken, ignored with a reason, or refused with one; and the page says so."""
+"""vLLM's flags: each is accepted, ignored or refused with a reason, and listed on a page."""
 
 import argparse
 import functools
@@ -37,7 +37,7 @@ def flag(name: str) -> str:
 
 
 def words_of(name: str, theirs: VllmSetting, value: object) -> list[str]:
-    """How a person writes this value."""
+    """Return the words with which a user sets this value."""
     if theirs.is_switch:
         return [flag(name) if value else flag(f"no_{name}")]
     return [flag(name), str(value)]
@@ -45,7 +45,7 @@ def words_of(name: str, theirs: VllmSetting, value: object) -> list[str]:
 
 @functools.cache
 def parser() -> argparse.ArgumentParser:
-    """That of `quire serve`, with all of vLLM's flags; `_parse` adds those that it is given."""
+    """Return the parser of `quire serve` with all vLLM flags; `_parse` adds given ones only."""
     made = HelpParser()
     add_settings(made, *SERVER, model_first=True)
     spellings = [short for each in FLAGS.values() for short in each.short]
@@ -59,13 +59,13 @@ def resolved(*words: str) -> tuple[argparse.Namespace, list[str]]:
 
 
 def sample(option: Option) -> str:
-    """A value that the option's parser takes."""
+    """Return a value that the option's parser accepts."""
     if option.choices:
         return option.choices[-1]
     return {int: "2k", float: "0.5", str: "x"}[option.kind]
 
 
-def test_the_pages_are_up_to_date() -> None:
+def test_vllm_pages_are_up_to_date() -> None:
     paths = sorted(FOLDER.glob(PAGES))
     assert [path.name for path in paths] == NAMES
     texts = [path.read_text("utf-8") for path in paths]
@@ -75,7 +75,7 @@ def test_the_pages_are_up_to_date() -> None:
     assert all(f"`{flag(name)}`" in "".join(texts) for name in FLAGS)
 
 
-def test_a_page_gets_the_tables_of_its_groups(tmp_path: Path) -> None:
+def test_page_gets_the_tables_of_its_groups(tmp_path: Path) -> None:
     copy = tmp_path / "vllm-flags-copy.md"
     copy.write_text(f"above\n{BEGIN}\nearlier flags\n{END}\nbelow\n")
     assert main([str(tmp_path)]) == 0
@@ -84,16 +84,16 @@ def test_a_page_gets_the_tables_of_its_groups(tmp_path: Path) -> None:
     assert "earlier flags" not in found and "`--uds`" in found and "`--dtype`" not in found
 
 
-def test_a_page_without_marks_or_with_an_unknown_group() -> None:
+def test_page_without_marks_or_with_unknown_groups_is_refused() -> None:
     with pytest.raises(ConfigError, match="the page lacks the lines"):
         page(f"nothing {END}")
     with pytest.raises(ConfigError, match="no group of flags 'Scheduling'; name one of: Server;"):
         page(f"{BEGIN.replace('Scheduler', 'Scheduling')}\n{END}")
 
 
-def test_each_flag_stands_once() -> None:
+def test_each_flag_is_in_one_group() -> None:
     assert sum(map(len, GROUPS.values())) == len(FLAGS) > 300
-    assert set(SAME) <= set(OPTIONS), "what is the same is an option of ours"
+    assert set(SAME) <= set(OPTIONS), "flags with the same meaning are our options"
     assert not set(FLAGS) - set(SAME) & set(OPTIONS)
     assert {name for name, each in FLAGS.items() if each.becomes} == set(SPECULATION_FIELDS)
     for name, each in FLAGS.items():
@@ -101,7 +101,7 @@ def test_each_flag_stands_once() -> None:
         assert not each.reason.endswith("."), name
 
 
-def test_what_is_the_same_is_taken() -> None:
+def test_flags_with_the_same_meaning_are_accepted() -> None:
     for name in SAME:
         option = OPTIONS[name]
         for spelling in (option.flag, "--" + name, *FLAGS[name].short):
@@ -114,7 +114,7 @@ def test_what_is_the_same_is_taken() -> None:
             assert [note.partition(" ")[0] for note in notes] == [option.flag] * is_exposed
 
 
-def test_others_are_ignored_or_refused_with_the_reason() -> None:
+def test_other_flags_are_ignored_or_refused_with_the_reason() -> None:
     for name, theirs in VLLM_SETTINGS.items():
         check_other(name, theirs)
 
@@ -139,7 +139,7 @@ def check_other(name: str, theirs: VllmSetting) -> None:
             assert theirs.reason in str(raised.value)
 
 
-def test_fields_of_the_speculation() -> None:
+def test_speculation_flags_set_the_speculative_config() -> None:
     arguments, notes = resolved("--spec-method", "ngram", "--spec_tokens", "3")
     expected = '{"method": "ngram", "num_speculative_tokens": 3}'
     assert arguments.settings == {"speculative_config": Given(expected, FLAG)} and notes == []
@@ -149,8 +149,9 @@ def test_fields_of_the_speculation() -> None:
         resolved("--spec-tokens", "many")
 
 
-def test_spellings() -> None:
-    """Underscores in names alone, also of parts of JSON, and a letter with its value."""
+def test_spellings_of_flags_are_accepted() -> None:
+    """Only underscores in names change, including names of JSON fields. A letter may precede its
+    value."""
     words = ["--structured_outputs_config.backend", "xgrammar", '--hf_overrides={"a_b": 1}']
     assert list(with_dashes(words))[::2] == [
         "--structured-outputs-config.backend", '--hf-overrides={"a_b": 1}',
@@ -161,7 +162,7 @@ def test_spellings() -> None:
     assert "cudagraph_capture_sizes" in resolved("--cudagraph-capture-sizes", "1", "2", "4")[1][0]
 
 
-def test_a_mistyped_flag_of_vllms_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelt_vllm_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         _parse(["serve", "--swap-spaec", "4"])
     assert "did you mean --swap-space?" in capsys.readouterr().err
@@ -169,7 +170,7 @@ def test_a_mistyped_flag_of_vllms_is_guessed(capsys: pytest.CaptureFixture[str])
         _parse(["doctor", "--enable-dbo-x"])
 
 
-def test_names_of_vllms_for_values_of_ours() -> None:
+def test_vllm_names_of_values_are_accepted() -> None:
     from quire.base.settings.config import config_from_flat
 
     made = config_from_flat(model_impl="vllm", quantization="awq_marlin")

@@ -1,4 +1,4 @@
-"""The quantization that `run` and `serve` choose by themselves (`cli/commands/serve.py`)."""
+"""The quantization that `run` and `serve` choose automatically (`cli/commands/serve.py`)."""
 
 import json
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def fits(path: Path, memory: int, quantization: str | None) -> bool:
     return True
 
 
-def test_the_best_quantization_that_fits(
+def test_best_quantization_that_fits_is_chosen(
     checkpoint: Path, choose: Callable[..., str | None]
 ) -> None:
     found = []
@@ -75,7 +75,9 @@ def test_the_best_quantization_that_fits(
     assert not fits(checkpoint, found[2][1], "int8") and not fits(checkpoint, found[3][1], "int4")
 
 
-def test_settings_of_the_user_stay(checkpoint: Path, choose: Callable[..., str | None]) -> None:
+def test_user_settings_disable_the_choice(
+    checkpoint: Path, choose: Callable[..., str | None]
+) -> None:
     memory = next(m for m in range(36 * MIB, MIB, -2 * MIB) if choose(checkpoint, m) == "int8")
     assert choose(checkpoint, memory, quantization="none") is None
     assert choose(checkpoint, memory, quantization="int4") is None
@@ -85,7 +87,7 @@ def test_settings_of_the_user_stay(checkpoint: Path, choose: Callable[..., str |
     assert choose(checkpoint, memory, load_format="dummy") is None
 
 
-def test_a_quantised_checkpoint_stays(
+def test_quantised_checkpoint_is_not_quantised_again(
     checkpoint: Path, tmp_path: Path, choose: Callable[..., str | None]
 ) -> None:
     for file in checkpoint.iterdir():
@@ -96,7 +98,7 @@ def test_a_quantised_checkpoint_stays(
     assert choose(tmp_path, 2 * MIB) is None
 
 
-def test_the_notice_has_the_size_and_the_way_out(checkpoint: Path) -> None:
+def test_notice_shows_the_size_and_how_to_disable_it(checkpoint: Path) -> None:
     text = quantization_notice("int4", resolve_model(str(checkpoint)))
     assert "quantized to int4" in text and "GiB" in text and "--quantization none" in text
 
@@ -123,6 +125,6 @@ def test_serve_checks_certificates_before_a_download(
     "settings",
     [{"quantization": "none"}, {"device": "cuda"}, {"tensor_parallel_size": 2}],
 )
-def test_serve_fetches_no_model_whose_settings_stay(settings: dict[str, Any]) -> None:
+def test_serve_fetches_no_model_with_fixed_settings(settings: dict[str, Any]) -> None:
     assert not may_quantise(config_from_flat(model="some/model", **settings))
     assert may_quantise(config_from_flat(model="some/model"))

@@ -23,7 +23,9 @@ def recording(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_replay(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reports_identical_plans(
+    recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out, _ = run(capsys, "replay", str(recording))
     assert status == 0
     assert "12 steps, 3 requests: all plans identical" in out
@@ -31,13 +33,17 @@ def test_replay(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "replay", str(segment))[0] == 0
 
 
-def test_replay_with_the_model(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_with_the_model_reports_identical_plans(
+    recording: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out, _ = run(capsys, "replay", str(recording), "--with-model", "--log-level", "error")
     assert status == 0
     assert "all plans identical" in out
 
 
-def test_a_difference(recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_replay_shows_the_first_difference(
+    recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
     serve = Planner._serve_running
     monkeypatch.setattr(
         Planner,
@@ -51,7 +57,9 @@ def test_a_difference(recording: Path, capsys: pytest.CaptureFixture[str], monke
     assert out.endswith("5 steps before it are identical\n")
 
 
-def test_playback(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_playback_writes_frames(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "frames.jsonl"
     status, out, _ = run(
         capsys, "playback", str(recording), "--output", str(output), "--every", "0"
@@ -66,7 +74,7 @@ def test_playback(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         assert status == 1 and "at least 0 seconds" in err
 
 
-def test_explain(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_describes_requests(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "explain", str(recording), "1")
     lines = out.splitlines()
     assert (status, lines[0]) == (0, "request 1")
@@ -79,7 +87,9 @@ def test_explain(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1 and "there is no request '77'" in err
 
 
-def test_trace(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_writes_a_perfetto_file(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "trace.json"
     status, out, _ = run(capsys, "trace", str(recording), "--output", str(output))
     assert status == 0 and "ui.perfetto.dev" in out
@@ -89,13 +99,15 @@ def test_trace(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("command", ["replay", "explain"])
-def test_no_recording(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_recording_is_reported(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for path, text in ((tmp_path / "none", "cannot be read"), (tmp_path, "no recording")):
         status, _, err = run(capsys, command, str(path))
         assert status == 1 and text in err
 
 
-def test_a_record_that_cannot_be_written(tmp_path: Path, capsys) -> None:
+def test_unwritable_record_is_reported(tmp_path: Path, capsys) -> None:
     (tmp_path / "file").touch()
     status, _, err = run(capsys, "generate", "Hi", "--record", str(tmp_path / "file"))
     assert status == 1 and "record=" in err and "cannot be written" in err

@@ -1,4 +1,4 @@
-"""The models that `quire serve` is given: `cli/served_models.py`."""
+"""The models given to `quire serve`: `cli/served_models.py`."""
 
 import argparse
 from pathlib import Path
@@ -52,16 +52,20 @@ def file_of(folder: Path, text: str) -> str:
         (["x", "--model", "x"], [("x", ())]),
     ],
 )
-def test_words(line: list[str], expected: list[tuple[str, tuple[str, ...]]]) -> None:
+def test_words_become_models_and_names(
+    line: list[str], expected: list[tuple[str, tuple[str, ...]]]
+) -> None:
     assert names_of(*line) == expected
 
 
-def test_settings_are_those_of_all() -> None:
+def test_settings_apply_to_all_models() -> None:
     models = models_of("x", "y", "--max-model-len", "4k")
     assert [each.engine.model.max_model_len for each in models] == [4000, 4000]
 
 
-def test_a_path_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_path_is_not_split_at_the_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a=b").mkdir()
     monkeypatch.chdir(tmp_path)
     assert entry_of("a=b") == ModelEntry("a=b")
@@ -70,17 +74,17 @@ def test_a_path_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("word", ["=x", "a="])
-def test_half_a_name(word: str) -> None:
+def test_incomplete_names_are_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="NAME=MODEL"):
         entry_of(word)
 
 
-def test_models_in_two_ways() -> None:
+def test_words_and_model_flag_together_are_refused() -> None:
     with pytest.raises(ConfigError, match="'x y' and --model 'z'; give all models without"):
         parse("x", "y", "--model", "z")
 
 
-def test_a_file_of_models(tmp_path: Path) -> None:
+def test_file_lists_models_with_their_own_settings(tmp_path: Path) -> None:
     config = file_of(
         tmp_path,
         """
@@ -95,19 +99,19 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     assert [each.names for each in models] == [(), ("c",), ("d", "e")]
     assert [each.engine.model.max_model_len for each in models] == [4000, 4000, 2000]
     assert [each.own_pool_bytes for each in models] == [None, None, 1 << 20]
-    # Words win over the file; what is one model's alone wins over a flag for all.
+    # Words override the file; a setting of one model overrides a flag for all.
     assert names_of("w", "--config", config) == [("w", ())]
     assert names_of("v", "w", "--config", config) == [("v", ()), ("w", ())]
     lengths = models_of("--config", config, "--max-model-len", "1k")
     assert [each.engine.model.max_model_len for each in lengths] == [1000, 1000, 2000]
 
 
-def test_a_command_for_one_model_does_not_take_another_in_silence(tmp_path: Path) -> None:
+def test_commands_for_one_model_need_a_choice_among_several(tmp_path: Path) -> None:
     config = file_of(tmp_path, "models: [x, y]")
-    for line, is_told in ((["--config", config], False), (["z", "--config", config], True)):
+    for line, has_choice in ((["--config", config], False), (["z", "--config", config], True)):
         arguments = _parse(["doctor", *line])
         resolve(arguments)
-        if is_told:
+        if has_choice:
             assert given_settings(arguments)["model"] == "z"
             continue
         with pytest.raises(ConfigError, match="several models.*name one of them with --model"):
@@ -127,18 +131,18 @@ def test_a_command_for_one_model_does_not_take_another_in_silence(tmp_path: Path
         ("model: y\nmodels: [x]", "both model and models"),
     ],
 )
-def test_wrong_files(tmp_path: Path, text: str, error: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         parse("--config", file_of(tmp_path, text))
 
 
-def test_a_wrong_setting_names_its_model(tmp_path: Path) -> None:
+def test_invalid_setting_is_reported_with_its_model(tmp_path: Path) -> None:
     config = file_of(tmp_path, "models: [x, {model: y, block-size: -1}]")
     with pytest.raises(ConfigError, match="model y: block_size"):
         models_of("--config", config)
 
 
-# ---- together ----------------------------------------------------------------------------------
+# ---- several models ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,13 +154,13 @@ def test_a_wrong_setting_names_its_model(tmp_path: Path) -> None:
         (["--kv-events-config", '{"enable_kv_cache_events": true}'], "cannot publish at tcp"),
     ],
 )
-def test_what_several_models_cannot_have(flags: list[str], error: str) -> None:
+def test_settings_of_one_model_are_refused_for_several(flags: list[str], error: str) -> None:
     server = ServerConfig(**given_server_settings(parse("x", "y", *flags)))
     with pytest.raises(ConfigError, match=error):
         check_together(models_of("x", "y", *flags), server)
 
 
-def test_names_are_those_of_the_sources_and_differ() -> None:
+def test_names_come_from_sources_and_must_differ() -> None:
     path = str(checkpoint("llama"))
     found = named(models_of("demo", f"b={path}"))
     assert [each.names for each in found] == [("demo",), ("b",)]
@@ -164,7 +168,7 @@ def test_names_are_those_of_the_sources_and_differ() -> None:
         named(models_of("demo", f"demo={path}"))
 
 
-def test_each_keeps_a_recording_of_its_own(tmp_path: Path) -> None:
+def test_each_model_has_its_own_recording(tmp_path: Path) -> None:
     [model] = models_of("x=demo", "--record", str(tmp_path))
     assert own_record(model).engine.record == str(tmp_path / "x")
 
@@ -173,6 +177,6 @@ def test_each_keeps_a_recording_of_its_own(tmp_path: Path) -> None:
     ("setting", "value"),
     [("max_loaded_models", 0), ("idle_unload_s", -1.0), ("model_wait_s", float("nan"))],
 )
-def test_wrong_limits(setting: str, value: Any) -> None:
+def test_invalid_limits_are_refused(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
         ServerConfig(**{setting: value})

@@ -1,4 +1,4 @@
-"""`quire simulate` from its command line: `tools/simulate/command.py`, `tools/simulate/build.py`
+"""`quire simulate` on the command line: `tools/simulate/command.py`, `tools/simulate/build.py`
 and `tools/simulate/results.py`."""
 
 import json
@@ -18,7 +18,7 @@ def run(*words: str, folder: Path) -> dict[str, object]:
     return found
 
 
-def test_a_workload_of_shared_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shared_prefixes_hit_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--num-prompts", "24", "--dataset-name", "prefix_repetition"]
     limits = ["--request-rate", "50", "--goodput", "ttft:200", "tpot:50"]
     more = ["--prefix-repetition-num-prefixes", "2", "--prefix-repetition-output-len", "9"]
@@ -28,11 +28,13 @@ def test_a_workload_of_shared_prefixes(tmp_path: Path, capsys: pytest.CaptureFix
     assert (found["completed"], found["total_output_tokens"]) == (24, 24 * 9)
     assert found["request_goodput"] == found["request_throughput"]
     assert sum(engine["per_replica"]) == 24 and engine["cached"] > 0.3
-    told = capsys.readouterr().out
-    assert "Mean TTFT (ms):" in told and "Waited for memory (ms):" in told
+    message = capsys.readouterr().out
+    assert "Mean TTFT (ms):" in message and "Waited for memory (ms):" in message
 
 
-def test_replicas_of_two_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefill_and_decode_replicas_are_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--num-prompts", "8", "--input-len", "320", "--output-len", "9"]
     roles = ["--prefill-replicas", "1", "--decode-replicas", "2", "--link-gb-per-s", "10"]
     found = run(*words, *roles, "--request-rate", "50", folder=tmp_path)
@@ -49,7 +51,7 @@ def test_replicas_of_two_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert named in capsys.readouterr().err
 
 
-def test_devices_that_share_layers_are_faster(tmp_path: Path) -> None:
+def test_tensor_parallel_devices_are_faster(tmp_path: Path) -> None:
     words = ["--num-prompts", "6", "--input-len", "300", "--output-len", "5"]
     alone = run(*words, folder=tmp_path)
     four = run(*words, "-tp", "4", folder=tmp_path)
@@ -57,7 +59,7 @@ def test_devices_that_share_layers_are_faster(tmp_path: Path) -> None:
     assert float(str(four["pool_tokens"])) > 4 * float(str(alone["pool_tokens"]))
 
 
-def test_a_trace_at_another_rate(tmp_path: Path) -> None:
+def test_trace_is_replayed_at_another_rate(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     lines = [f"2023-11-16 18:17:{i:02}.0000000,{100 + i},{5 + i}" for i in range(10)]
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
@@ -66,7 +68,7 @@ def test_a_trace_at_another_rate(tmp_path: Path) -> None:
     assert found["request_rate"] == 20 and 0.4 < float(str(found["duration"])) < 0.8
 
 
-def test_a_session_continues_after_a_refused_request(tmp_path: Path) -> None:
+def test_session_continues_after_a_refused_request(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     lines: list[dict[str, object]] = [
         {"timestamp": 0, "input_length": 1024, "output_length": 4, "hash_ids": [1, 2]},
@@ -81,7 +83,7 @@ def test_a_session_continues_after_a_refused_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--device", "24GB", "--max-model-len", "auto"], "choose a device of B200"),
         (["--trace", "missing.csv"], "cannot be read"),
@@ -96,13 +98,13 @@ def test_a_session_continues_after_a_refused_request(tmp_path: Path) -> None:
         (["--plot", "x.png"], "--plot must be a file name ending in .svg, got 'x.png'"),
     ],
 )
-def test_what_is_wrong_is_told(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_are_reported(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*LLAMA, "--num-prompts", "2", *words]) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_agents_have_no_tenants(capsys: pytest.CaptureFixture[str]) -> None:
+def test_agents_and_tenants_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LLAMA, "--agents", "codex", "--tenants", "2"]) == 1
     assert "--agents and --tenants belong to two workloads" in capsys.readouterr().err

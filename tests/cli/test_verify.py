@@ -1,4 +1,4 @@
-"""`quire verify` as a command: exit status, report, what it asks for."""
+"""`quire verify` as a command: exit status, report and requirements."""
 
 import json
 from pathlib import Path
@@ -14,22 +14,26 @@ QUICK = ("--quantization", "none", "--attention-backend", "reference", "--tokens
 
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token of a prompt is a step of its own in one of the ways."""
+    """Shorten prompts, since one of the ways takes a step for each prompt token."""
     monkeypatch.setattr(verify, "RANDOM_TOKENS", 16)
 
 
-def test_equal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_equal_models_exit_with_status_0(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path / "model", "llama")
     capsys.readouterr()
     report = tmp_path / "report.json"
     status, out, err = run(capsys, "verify", str(tmp_path / "model"), *QUICK, "--json", str(report))
     assert status == 0
     assert out.startswith("equal within rounding: 9 ways to compute\nversions\n")
-    assert "plain, float64, reference, KV auto, at once" in err, "how far it is"
+    assert "plain, float64, reference, KV auto, at once" in err, "progress is shown"
     assert json.loads(report.read_text())["verdict"] == "equal within rounding"
 
 
-def test_different(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_different_models_exit_with_status_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     write_checkpoint(tmp_path / "model", "llama")
     write_checkpoint(tmp_path / "other", "llama3_rope")
     status, out, _ = run(
@@ -39,7 +43,7 @@ def test_different(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "layer 0: attention, or the norm before it, from token 1 (plain, float64" in out
 
 
-def test_not_compared(
+def test_failed_comparisons_exit_with_status_2(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path, "llama")

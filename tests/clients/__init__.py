@@ -1,1 +1,1 @@
-"""Other people's software against `quire serve`: `make test-clients`."""
+"""Third-party clients against `quire serve`: `make test-clients`."""

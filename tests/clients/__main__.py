@@ -1,11 +1,11 @@
 """Run each client's cases in its own environment, against one server of each model.
 
     python -m tests.clients                     # all
-    python -m tests.clients openai litellm      # these
-    python -m tests.clients -k "tools"          # of all, the cases that pytest's -k takes
+    python -m tests.clients openai litellm      # these clients
+    python -m tests.clients -k "tools"          # of all clients, the cases that match pytest's -k
     python -m tests.clients --write openai      # write the result into docs/results/clients.md
 
-Exit status: 0 if all passed. The table at the end has a line a case and a column a model.
+Exit status: 0 if all passed. The final table has a line for each case, a column for each model.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from tests.support.runner.adapters import write_demo_adapter
 MODELS = ("demo", "random")
 SEEING = "seeing"  # for cases with images
 ADAPTED = "adapted"  # the demo model with the adapter `poems`
-LIMIT_S = 600.0  # of one client's cases
+LIMIT_S = 600.0  # for one client's cases
 NOTE_CHARS = 110
 
-# case -> model -> "pass", "skip", or what went wrong
+# case -> model -> "pass", "skip", or the error
 Results = dict[str, dict[str, str]]
 
 
@@ -90,8 +90,16 @@ def run_cases(client: str, urls: dict[str, str], keyword: str) -> tuple[Results,
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        how = ["-q", "--tb=short", "--no-header", "-c", HERE / "clients.ini", "--junit-xml", report]
-        command = [python_of(client), "-m", "pytest", *how, "-k", keyword]
+        flags = [
+            "-q",
+            "--tb=short",
+            "--no-header",
+            "-c",
+            HERE / "clients.ini",
+            "--junit-xml",
+            report,
+        ]
+        command = [python_of(client), "-m", "pytest", *flags, "-k", keyword]
         command.append(HERE / f"{client}_cases.py")
         try:
             subprocess.run(command, env=variables(urls), cwd=ROOT, timeout=LIMIT_S)
@@ -105,7 +113,7 @@ def run_cases(client: str, urls: dict[str, str], keyword: str) -> tuple[Results,
 
 
 def read_report(report: Path) -> Results:
-    """Return what pytest wrote down: by case, by model (`` for cases with one model alone)."""
+    """Return pytest's outcomes by case and model (`` for cases with a single model)."""
     results: Results = {}
     for case in ET.parse(report).iter("testcase"):
         name, _, inside = case.get("name", "").removeprefix("test_").partition("[")
@@ -120,7 +128,7 @@ def read_report(report: Path) -> Results:
 
 
 def read_notes(report: Path) -> tuple[str, ...]:
-    """Return why cases were skipped, and the properties `differs` of the others."""
+    """Return the reasons of skipped cases, and the properties `differs` of the others."""
     tree = ET.parse(report)
     notes = [f"not tried: {each.get('message', '')}" for each in tree.iter("skipped")]
     notes += [p.get("value", "") for p in tree.iter("property") if p.get("name") == "differs"]
@@ -128,7 +136,7 @@ def read_notes(report: Path) -> tuple[str, ...]:
 
 
 def row_of(client: str, results: Results, notes: tuple[str, ...]) -> Row:
-    """Return the row of a client; each failed case is a note, too."""
+    """Return the row of a client; each failed case adds a note."""
     passed, total = counted(results)
     failed = [
         f"{case} fails"
@@ -139,7 +147,7 @@ def row_of(client: str, results: Results, notes: tuple[str, ...]) -> Row:
 
 
 def counted(results: Results) -> tuple[int, int]:
-    """Return how many cases passed, and how many there are; each model counts."""
+    """Return the number of passed cases and of all cases, counted for each model."""
     outcomes = [outcome for by_model in results.values() for outcome in by_model.values()]
     return outcomes.count("pass"), len(outcomes) - outcomes.count("skip")
 

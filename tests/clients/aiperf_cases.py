@@ -1,4 +1,4 @@
-"""aiperf: its load on chats and completions, with made texts and a tokenizer of this machine."""
+"""aiperf: its load on chats and completions, with synthetic texts and a local tokenizer."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def profile(server: Served, kind: str, out: Path, *flags: str) -> Any:
         "--artifact-dir", str(out), *flags,
     ]
     # fmt: on
-    # aiperf takes no directory as a tokenizer where the hub is switched off.
+    # aiperf refuses a directory as a tokenizer if the hub is switched off.
     env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=240, cwd=out.parent, env=env

@@ -1,4 +1,4 @@
-"""Anthropic's own client: texts, forms, tools, reasoning, streamed and whole; counts and errors."""
+"""Anthropic's own client: texts, schemas, tools, reasoning, streams; counts and errors."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def where(server: Served) -> dict[str, Any]:
 
 
 class Client:
-    """The client with the fields that all cases give."""
+    """The client with the fields that all cases send."""
 
     def __init__(self, server: Served) -> None:
         self.server = server
@@ -47,7 +47,7 @@ class Client:
         return self.anthropic.messages.stream(**fields(self.server, **more))
 
     def final(self, **more: Any) -> Any:
-        """The message that the client puts together of a stream."""
+        """Return the message that the client assembles from a stream."""
         with self.stream(**more) as stream:
             return stream.get_final_message()
 
@@ -58,7 +58,7 @@ def client(server: Served) -> Client:
 
 
 def contents(message: Any) -> list[dict[str, Any]]:
-    """A message's blocks without their ids."""
+    """Return a message's blocks without their ids."""
     return [block.model_dump(exclude={"id"}, exclude_none=True) for block in message.content]
 
 
@@ -71,7 +71,7 @@ def test_text(client: Client) -> None:
 
 
 def test_stream(client: Client) -> None:
-    """All events are of the client's own types."""
+    """All events have the client's own types."""
     kinds, text = [], ""
     for event in client.create(max_tokens=8, stream=True):
         kinds.append(event.type)
@@ -96,8 +96,8 @@ def test_stream_helper(client: Client) -> None:
 def test_async(server: Served, run: Any) -> None:
     async def together() -> list[Any]:
         async with anthropic.AsyncAnthropic(**where(server)) as client:
-            asked = [fields(server, max_tokens=4, system=f"You are {name}.") for name in "abc"]
-            return await asyncio.gather(*(client.messages.create(**each) for each in asked))
+            request = [fields(server, max_tokens=4, system=f"You are {name}.") for name in "abc"]
+            return await asyncio.gather(*(client.messages.create(**each) for each in request))
 
     assert len(run(together())) == 3
 
@@ -113,10 +113,10 @@ def test_system_and_cache(client: Client) -> None:
 
 @pytest.mark.parametrize("tools", [False, True])
 def test_count_tokens(client: Client, tools: bool) -> None:
-    asked: dict[str, Any] = {"messages": MESSAGES, "system": f"You are a fox. {tools}"}
-    asked |= {"tools": TOOLS} if tools else {}
-    counted = client.anthropic.messages.count_tokens(model=client.server.model, **asked)
-    usage = client.create(max_tokens=1, **asked).usage
+    request: dict[str, Any] = {"messages": MESSAGES, "system": f"You are a fox. {tools}"}
+    request |= {"tools": TOOLS} if tools else {}
+    counted = client.anthropic.messages.count_tokens(model=client.server.model, **request)
+    usage = client.create(max_tokens=1, **request).usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
@@ -132,18 +132,18 @@ def test_prefill(client: Client) -> None:
     assert client.create(messages=begun, max_tokens=6).usage.output_tokens
 
 
-def form(kind: Any) -> dict[str, Any]:
+def schema_of(kind: Any) -> dict[str, Any]:
     return {"format": {"type": "json_schema", "schema": kind.model_json_schema()}}
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_form(client: Client, name: str) -> None:
-    message = client.create(output_config=form(FORMS[name]), max_tokens=600)
+def test_schema(client: Client, name: str) -> None:
+    message = client.create(output_config=schema_of(FORMS[name]), max_tokens=600)
     assert FORMS[name].model_validate_json(message.content[0].text)
 
 
-def test_form_stream(client: Client) -> None:
-    assert Fox.model_validate_json(client.final(output_config=form(Fox)).content[0].text)
+def test_schema_stream(client: Client) -> None:
+    assert Fox.model_validate_json(client.final(output_config=schema_of(Fox)).content[0].text)
 
 
 def test_parse(client: Client) -> None:
@@ -202,7 +202,7 @@ THINKING: dict[str, Any] = {"type": "enabled", "budget_tokens": 12}
 @pytest.mark.parametrize("way", ["create", "final"])
 def test_thinking(thinker: Served, way: str) -> None:
     client = Client(thinker)
-    message = getattr(client, way)(thinking=THINKING, output_config=form(Fox))
+    message = getattr(client, way)(thinking=THINKING, output_config=schema_of(Fox))
     thought, answer = message.content
     assert thought.type == "thinking" and thought.thinking and thought.signature
     assert Fox.model_validate_json(answer.text)
@@ -211,9 +211,9 @@ def test_thinking(thinker: Served, way: str) -> None:
     assert client.create(messages=again, thinking={"type": "disabled"}, max_tokens=4).content
 
 
-def test_a_stream_is_the_message(client: Client) -> None:
-    asked: dict[str, Any] = {"tools": TOOLS, "tool_choice": {"type": "any"}}
-    assert contents(client.final(**asked)) == contents(client.create(**asked))
+def test_streamed_message_equals_the_whole_one(client: Client) -> None:
+    request: dict[str, Any] = {"tools": TOOLS, "tool_choice": {"type": "any"}}
+    assert contents(client.final(**request)) == contents(client.create(**request))
 
 
 def test_errors(client: Client) -> None:
@@ -228,7 +228,7 @@ def test_errors(client: Client) -> None:
         client.create(messages=[{"role": "user", "content": "fox " * 20_000}])
 
 
-def test_batches_are_refused_with_what_to_use(client: Client) -> None:
+def test_batches_are_refused_with_advice(client: Client) -> None:
     batches = client.anthropic.messages.batches
     for call in (batches.list, lambda: batches.create(requests=[])):
         with pytest.raises(anthropic.InternalServerError, match="use /v1/files and /v1/batches"):

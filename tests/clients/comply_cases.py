@@ -1,6 +1,6 @@
 """llm-comply: answers against the published schemas of OpenAI's and Anthropic's APIs.
 
-Each deviation is listed with its reason. A listed deviation that passes fails the test, too.
+Each deviation is listed with its reason. A listed deviation that passes fails the test as well.
 """
 
 import json
@@ -39,7 +39,7 @@ IMAGES = {
 
 
 def checked(server: Served, form: str, *flags: str) -> dict[str, Any]:
-    """Run the checks of a format; return them by name."""
+    """Run the checks of a format; return their results by name."""
     command = [str(Path(sys.executable).with_name("llm-comply")), "--format", form]
     command += ["-u", server.url, "-k", KEY, "-m", server.model, "--json", *FORMATS[form], *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

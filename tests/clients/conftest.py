@@ -1,4 +1,4 @@
-"""The servers that a client's cases run against: of the demo model, and of random numbers."""
+"""The servers for a client's cases: with the demo model, and with random weights."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ def server(request: pytest.FixtureRequest) -> Served:
 
 @pytest.fixture
 def demo() -> Served:
-    """The model that comes with quire."""
+    """The demo model that comes with quire."""
     return served("demo")
 
 
 @pytest.fixture
 def thinker() -> Served:
-    """The model of random numbers, which reasons if `enable_thinking` asks for it."""
+    """The model with random weights, which reasons if `enable_thinking` is set."""
     return served("random")
 
 
 @pytest.fixture
 def seeing() -> Served:
-    """The model of random numbers that reads images."""
+    """The model with random weights that reads images."""
     return served("seeing")
 
 
@@ -40,6 +40,6 @@ def adapted() -> Served:
 
 @pytest.fixture(scope="session")
 def run() -> Iterator[Any]:
-    """Runs coroutines in one loop, because clients keep their connections."""
+    """Run coroutines in one loop, because clients keep their connections."""
     with asyncio.Runner() as runner:
         yield runner.run

@@ -1,7 +1,7 @@
 """Requests as Open WebUI, Continue, Cline, Zed and llama.vim send them, by their documentation.
 
-These programs run in a browser or an editor, so their requests are written out here. Each case is
-what one program sends, in its order.
+These programs run in a browser or an editor, so their requests are written out here. Each case
+sends the requests of one program in order.
 """
 
 import json
@@ -41,7 +41,7 @@ def lines(http: httpx.Client, path: str, body: Json) -> list[Json]:
 
 
 def events(http: httpx.Client, path: str, body: Json) -> list[Json]:
-    """Return the objects of a stream of server-sent events, without the end."""
+    """Return the objects of a stream of server-sent events, without the end mark."""
     answer = http.post(path, json=body).raise_for_status()
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = [each.removeprefix("data: ") for each in answer.text.strip().split("\n\n")]
@@ -56,7 +56,7 @@ def test_open_webui_with_ollama(http: httpx.Client, server: Served) -> None:
     *pieces, last = lines(http, "/api/chat", body)
     assert "".join(each["message"]["content"] for each in pieces)
     assert last["done"] and last["eval_count"] > 0 and last["eval_duration"] > 0
-    # The task that writes a title.
+    # The request for a title.
     title = {"model": names[0], "messages": [USER], "stream": False, "options": BRIEF}
     assert http.post("/api/chat", json=title).raise_for_status().json()["message"]["content"]
 
@@ -115,7 +115,7 @@ def test_cline_with_ollama_and_lm_studio(http: httpx.Client, server: Served) -> 
 def test_zed_with_lm_studio(http: httpx.Client, server: Served) -> None:
     models = read(http, "/api/v0/models")["data"]
     assert {"arch", "publisher", "quantization", "compatibility_type"} <= models[0].keys()
-    # -1 stands for what fits; the regex, which Zed does not send, ends the answers of weak models.
+    # -1 means what fits. The regex, which Zed does not send, ends the answers of weak models.
     body = {
         "model": server.model, "messages": [SYSTEM, USER], "stream": True, "max_tokens": -1,
         "stop": [], "temperature": 0.0, "regex": "[a-z]{4}",

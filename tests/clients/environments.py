@@ -1,4 +1,4 @@
-"""An environment for each client, made from requirements/NAME.txt remade when it changes."""
+"""An environment for each client, made from requirements/NAME.txt when that file changes."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / ".venv-clients"
 CLIENTS = tuple(sorted(path.name.removesuffix("_cases.py") for path in HERE.glob("*_cases.py")))
-# Nothing is told to anybody, and nothing is fetched.
+# No telemetry is sent, and no file is fetched.
 QUIET = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -27,26 +27,26 @@ OTHERS_KEYS = (
 
 
 def python_of(client: str) -> Path:
-    """Return the Python of a client's environment, which is made if it is not there."""
+    """Return the Python of a client's environment, which is made if it is missing."""
     folder = FOLDER / client
-    wanted = requirements(client)
+    required = requirements(client)
     stamp = folder / "installed.txt"
     python = folder / "bin" / "python"
-    if stamp.exists() and stamp.read_text() == wanted:
+    if stamp.exists() and stamp.read_text() == required:
         return python
     print(f"making {folder.relative_to(ROOT)}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     pip = [python, "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check"]
     files = ["-r", "/dev/stdin"]
-    if "\ntorch" not in wanted:
+    if "\ntorch" not in required:
         files += ["-c", HERE / "requirements" / "constraints.txt"]
-    subprocess.run([*pip, *files], input=wanted, text=True, check=True)
-    stamp.write_text(wanted)
+    subprocess.run([*pip, *files], input=required, text=True, check=True)
+    stamp.write_text(required)
     return python
 
 
 def requirements(client: str) -> str:
-    """What is installed for a client: itself, and what runs its cases."""
+    """Return the requirements of a client: its own packages, and pytest."""
     return "pytest>=8\n" + (HERE / "requirements" / f"{client}.txt").read_text()
 
 
@@ -63,7 +63,9 @@ def version_of(client: str) -> str:
 
 
 def variables(urls: dict[str, str]) -> dict[str, str]:
-    """Return the environment variables of a client's process. urls: of the servers, by model."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS_KEYS)}
+    """Return the environment variables of a client's process. urls: servers by model."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(OTHERS_KEYS)
+    }
     places = {f"QUIRE_{model.upper()}_URL": url for model, url in urls.items()}
-    return kept | QUIET | places
+    return inherited | QUIET | places

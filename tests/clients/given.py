@@ -1,7 +1,7 @@
 """Inputs of all clients: the servers' addresses, the requested formats, and tools.
 
-All texts and lists have bounds, so that every model that is held to a format ends. The models are
-the weak one that comes with quire, and one of random numbers.
+All texts and lists have bounds, so that each constrained model ends its answer. The models are the
+weak demo model and one with random weights.
 """
 
 import json
@@ -36,7 +36,7 @@ class Served:
     url: str
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Return the answer to a request that is made without a client's help."""
+        """Return the answer to a request that is sent without a client."""
         data = json.dumps({"model": self.model} | body).encode()
         kind = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url.removesuffix("/v1") + path, data, kind)
@@ -49,7 +49,7 @@ def served(model: str) -> Served:
 
 
 def brief(server: Served) -> dict[str, int]:
-    """Return a logit_bias with which any JSON ends soon: texts and objects close where they may."""
+    """Return a logit_bias that ends any JSON soon: texts and objects close as early as allowed."""
     found: dict[str, int] = {}
     for text, bias in (('"', 100), ("]", 95), ("}", 90)):
         tokens = server.post("/tokenize", {"prompt": text})["tokens"]
@@ -59,7 +59,7 @@ def brief(server: Served) -> dict[str, int]:
 
 
 class Form(BaseModel):
-    """An object with no properties but those named: a weak model would add others without end."""
+    """An object without further properties, which a weak model would add endlessly."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -120,7 +120,7 @@ class Foxes(Form):
 
 
 class Chain(Form):
-    """An object that has another of its kind, or none; which comes first, so that few follow."""
+    """An object with an optional object of its own type as the first field, so that few follow."""
 
     next: "Chain | None"
     name: str = Field(max_length=4)
@@ -179,5 +179,5 @@ def named(name: str) -> dict[str, Any]:
 
 
 def check_call(name: str, arguments: str) -> None:
-    """Check a call: of a tool that was given, with arguments that its schema allows."""
+    """Check a call of a given tool, with arguments that its schema allows."""
     ARGUMENTS[name].model_validate_json(arguments)

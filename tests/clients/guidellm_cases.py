@@ -1,4 +1,4 @@
-"""guidellm: benchmarks with made texts and a tokenizer of this machine."""
+"""guidellm: benchmarks with synthetic texts and a local tokenizer."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def benchmark(server: Served, path: str, out: Path) -> Any:
 
 
 def check(found: Any) -> None:
-    """All requests have ended well, and their tokens are those that were asked for."""
+    """Check that all requests succeeded with the requested number of tokens."""
     totals = found["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (NUM, 0)
     counts = found["metrics"]["output_token_count"]["successful"]
@@ -45,5 +45,5 @@ def check(found: Any) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_benchmark(server: Served, tmp_path: Path, path: str) -> None:
+def test_all_requests_succeed_with_their_tokens(server: Served, tmp_path: Path, path: str) -> None:
     check(benchmark(server, path, tmp_path / "out.json"))

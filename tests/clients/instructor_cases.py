@@ -1,4 +1,4 @@
-"""instructor: its modes for servers that speak OpenAI's API; whole objects, in parts, and many."""
+"""instructor: its modes for servers with OpenAI's API; whole, partial and several objects."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -12,11 +12,11 @@ from tests.clients import given
 from tests.clients.given import FORMS, KEY, MESSAGES, SEED, Fox, Served
 
 Mode = instructor.Mode
-BOUND = (Mode.TOOLS, Mode.JSON_SCHEMA)  # by these the server knows the form
+BOUND = (Mode.TOOLS, Mode.JSON_SCHEMA)  # modes that send the schema to the server
 
 
 class Hint(BaseModel):
-    """What any JSON object can be read as."""
+    """A model that any JSON object can be read as."""
 
     name: str = ""
 
@@ -27,7 +27,7 @@ class Weather(given.Form):
     city: str = Field(max_length=12)
 
 
-def asking(server: Served, mode: Any) -> Any:
+def client_of(server: Served, mode: Any) -> Any:
     plain = openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
     return instructor.from_openai(plain, mode=mode)
 
@@ -41,32 +41,32 @@ def fields(server: Served, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", BOUND, ids=lambda mode: mode.name)
 def test_create(server: Served, mode: Any, form: str) -> None:
     more = {"logit_bias": given.brief(server)} if form == "recursive" else {}
-    found = asking(server, mode).create(response_model=FORMS[form], **fields(server, **more))
+    found = client_of(server, mode).create(response_model=FORMS[form], **fields(server, **more))
     assert isinstance(found, FORMS[form])
 
 
 def test_tools_strict(server: Served) -> None:
-    found = asking(server, Mode.TOOLS_STRICT).create(response_model=Fox, **fields(server))
+    found = client_of(server, Mode.TOOLS_STRICT).create(response_model=Fox, **fields(server))
     assert isinstance(found, Fox)
 
 
 def test_json(server: Served) -> None:
-    """The server is told only that it is to be an object."""
+    """The request asks only for an object, without a schema."""
     more = fields(server, logit_bias=given.brief(server))
-    assert isinstance(asking(server, Mode.JSON).create(response_model=Hint, **more), Hint)
+    assert isinstance(client_of(server, Mode.JSON).create(response_model=Hint, **more), Hint)
 
 
 def test_md_json(server: Served) -> None:
-    """The server is told nothing; the fence and what is in it come of vLLM's field."""
+    """The mode sends no format. The fence and its content come from vLLM's field."""
     form = {
         "structured_outputs": {"regex": '```json\n\\{"name": "[a-z]{3,8}", "age": 1?[0-9]\\}\n```'}
     }
     more = fields(server, extra_body=form)
-    assert isinstance(asking(server, Mode.MD_JSON).create(response_model=Fox, **more), Fox)
+    assert isinstance(client_of(server, Mode.MD_JSON).create(response_model=Fox, **more), Fox)
 
 
 def test_parallel_tools(server: Served) -> None:
-    """instructor leaves it to the model whether to call; here a hook insists."""
+    """instructor lets the model choose whether to call; here a hook forces it."""
 
     def insist(request: Any) -> None:
         body = request.content.replace(b'"tool_choice":"auto"', b'"tool_choice":"required"')
@@ -84,45 +84,45 @@ def test_parallel_tools(server: Served) -> None:
 
 @pytest.mark.parametrize("mode", BOUND, ids=lambda mode: mode.name)
 def test_partial(server: Served, mode: Any) -> None:
-    client = asking(server, mode)
+    client = client_of(server, mode)
     found = list(client.create_partial(response_model=given.Owned, **fields(server)))
     assert len(found) > 1 and found[-1].den.owner.age is not None
     given.Owned.model_validate(found[-1].model_dump())
 
 
 def test_iterable(server: Served) -> None:
-    """By calls: with a schema instructor allows any other field beside the list. It looks for
-    braces in texts, too; so these are kept empty."""
-    client = asking(server, Mode.TOOLS)
+    """The mode is TOOLS: with a schema, instructor allows other fields next to the list. It also
+    looks for braces in texts, so texts are kept empty."""
+    client = client_of(server, Mode.TOOLS)
     more = {"max_tokens": 1500, "logit_bias": given.brief(server)}
     found = list(client.create_iterable(response_model=Fox, **fields(server, **more)))
     assert all(isinstance(each, Fox) for each in found)
 
 
 def test_simple_types(server: Served) -> None:
-    client = asking(server, Mode.TOOLS)
+    client = client_of(server, Mode.TOOLS)
     found = client.create(response_model=Literal["red", "blue"], **fields(server))
     assert found in ("red", "blue")
 
 
 def test_with_completion(server: Served) -> None:
-    client = asking(server, Mode.TOOLS)
+    client = client_of(server, Mode.TOOLS)
     found, raw = client.create_with_completion(response_model=Fox, **fields(server))
     assert isinstance(found, Fox) and raw.usage.completion_tokens > 0
 
 
 def test_async(server: Served, run: Any) -> None:
-    async def ask() -> Any:
+    async def create_one() -> Any:
         async with openai.AsyncOpenAI(base_url=server.url, api_key=KEY, timeout=60) as plain:
             client = instructor.from_openai(plain, mode=Mode.JSON_SCHEMA)
             return await client.create(response_model=Fox, **fields(server))
 
-    assert isinstance(run(ask()), Fox)
+    assert isinstance(run(create_one()), Fox)
 
 
 @pytest.mark.parametrize("mode", BOUND, ids=lambda mode: mode.name)
-def test_asks_again(server: Served, mode: Any) -> None:
-    """What is refused goes back with the reason, and another answer comes."""
+def test_refused_answer_is_requested_again(server: Served, mode: Any) -> None:
+    """A refused answer is sent back with the reason, and the model answers again."""
     seen: list[str] = []
 
     class Picky(given.Form):
@@ -135,5 +135,5 @@ def test_asks_again(server: Served, mode: Any) -> None:
             assert len(seen) > 1, "try another"
             return value
 
-    found = asking(server, mode).create(response_model=Picky, **fields(server, max_retries=2))
+    found = client_of(server, mode).create(response_model=Picky, **fields(server, max_retries=2))
     assert isinstance(found, Picky) and len(seen) == 2

@@ -11,11 +11,11 @@ from pydantic import BaseModel
 from tests.clients import given
 from tests.clients.given import ASK, FORMS, KEY, SEED, Fox, Served
 
-BOUND = ("function_calling", "json_schema")  # by these the server knows the form
+BOUND = ("function_calling", "json_schema")  # methods that send the schema to the server
 
 
 class Hint(BaseModel):
-    """What any JSON object can be read as."""
+    """A model that any JSON object can be read as."""
 
     name: str = ""
 
@@ -43,8 +43,8 @@ TOOLS = [get_weather, add]
 
 
 def model_of(server: Served, **more: Any) -> ChatOpenAI:
-    how: dict[str, Any] = {"seed": SEED, "max_tokens": 500, "timeout": 60, "max_retries": 0}
-    return ChatOpenAI(model=server.model, base_url=server.url, api_key=KEY, **(how | more))
+    settings: dict[str, Any] = {"seed": SEED, "max_tokens": 500, "timeout": 60, "max_retries": 0}
+    return ChatOpenAI(model=server.model, base_url=server.url, api_key=KEY, **(settings | more))
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_structured_raw(model: ChatOpenAI, method: str) -> None:
 
 @pytest.mark.parametrize("method", BOUND)
 def test_structured_schema(model: ChatOpenAI, method: str) -> None:
-    """A schema as an object comes back as an object."""
+    """A schema given as a dict returns a dict."""
     found = model.with_structured_output(given.Coat.model_json_schema(), method=method).invoke(ASK)
     assert given.Coat.model_validate(found)
 
@@ -122,7 +122,7 @@ def test_structured_typed_dict(server: Served) -> None:
 
 
 def test_json_mode(server: Served) -> None:
-    """The server is told only that it is to be an object."""
+    """The request asks only for an object, without a schema."""
     model = model_of(server, logit_bias=given.brief(server))
     found = model.with_structured_output(Hint, method="json_mode").invoke("Answer in JSON.")
     assert isinstance(found, Hint)
@@ -172,11 +172,13 @@ def test_tools_stream(model: ChatOpenAI, choice: str) -> None:
 
 
 def test_tools_answered(model: ChatOpenAI) -> None:
-    asked = HumanMessage(ASK)
-    call = model.bind_tools(TOOLS, tool_choice="add").invoke([asked])
+    question = HumanMessage(ASK)
+    call = model.bind_tools(TOOLS, tool_choice="add").invoke([question])
     result = add.invoke(call.tool_calls[0])
     assert isinstance(result, ToolMessage)
-    answer = model.bind_tools(TOOLS, tool_choice="none", max_tokens=8).invoke([asked, call, result])
+    answer = model.bind_tools(TOOLS, tool_choice="none", max_tokens=8).invoke(
+        [question, call, result]
+    )
     assert answer.content
 
 

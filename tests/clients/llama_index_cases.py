@@ -1,4 +1,4 @@
-"""llama-index's OpenAILike: completions, chat, structured_predict by calls and by forms, tools."""
+"""llama-index's OpenAILike: completions, chat, structured_predict by calls and schemas, tools."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ WAYS = {"calls": {}, "forms": {"should_use_structured_outputs": True}}
 
 
 def llm_of(server: Served, **more: Any) -> OpenAILike:
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "is_chat_model": True,
         "is_function_calling_model": True,
         "context_window": 2048,
@@ -25,12 +25,12 @@ def llm_of(server: Served, **more: Any) -> OpenAILike:
         "max_retries": 0,
         "additional_kwargs": {"seed": SEED},
     }
-    return OpenAILike(model=server.model, api_base=server.url, api_key=KEY, **(how | more))
+    return OpenAILike(model=server.model, api_base=server.url, api_key=KEY, **(options | more))
 
 
 @pytest.fixture(params=WAYS)
 def llm(request: pytest.FixtureRequest, server: Served) -> OpenAILike:
-    """Asks for objects by calls, or by forms of the answer."""
+    """A model that requests objects by calls, or by a response format."""
     return llm_of(server, **WAYS[request.param])
 
 
@@ -95,9 +95,9 @@ def test_predict_stream(server: Served) -> None:
 
 
 def test_predict_stream_of_calls(server: Served) -> None:
-    """A program, since stream_structured_predict leaves it to the model whether to call."""
-    how: Any = {"llm": llm_of(server), "prompt": PROMPT, "tool_choice": "required"}
-    *_, last = FunctionCallingProgram.from_defaults(given.Owned, **how).stream_call()
+    """Uses a program, since stream_structured_predict lets the model choose whether to call."""
+    options: Any = {"llm": llm_of(server), "prompt": PROMPT, "tool_choice": "required"}
+    *_, last = FunctionCallingProgram.from_defaults(given.Owned, **options).stream_call()
     given.Owned.model_validate(last.model_dump())
 
 
@@ -135,8 +135,8 @@ def test_tools_named(server: Served) -> None:
 
 def test_tools_parallel(server: Served) -> None:
     llm = llm_of(server)
-    how = {"tool_required": True, "allow_parallel_tool_calls": True}
-    assert check_calls(llm, llm.chat_with_tools(TOOLS, user_msg=ASK, **how))
+    options = {"tool_required": True, "allow_parallel_tool_calls": True}
+    assert check_calls(llm, llm.chat_with_tools(TOOLS, user_msg=ASK, **options))
 
 
 def test_tools_stream(server: Served) -> None:
@@ -146,7 +146,7 @@ def test_tools_stream(server: Served) -> None:
 
 
 def test_tools_called(server: Served) -> None:
-    """The tool runs with what the model wrote."""
+    """The tool runs with the model's arguments."""
     llm = llm_of(server)
     answer = llm.predict_and_call([TOOLS[0]], user_msg=ASK, tool_required=True)
     assert isinstance(answer.sources[0].raw_output, int)

@@ -1,5 +1,5 @@
-"""lm-eval: answers ranked by their log-probabilities, texts judged, perplexities; by completions
-and chats, with the server's own tokenizer, of local tasks."""
+"""lm-eval: answers ranked by log-probabilities, judged texts, and perplexities. Local tasks run by
+completions and chats, with the server's own tokenizer."""
 
 import json
 import math
@@ -49,7 +49,7 @@ metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A folder of tasks: `choices`, `texts` and `rolling`, over the same rows."""
+    """A folder with the tasks `choices`, `texts` and `rolling` over the same rows."""
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for name, kind in (("choices", CHOICES), ("texts", TEXTS), ("rolling", ROLLING)):
@@ -61,7 +61,7 @@ def tasks(tmp_path: Path) -> Path:
 
 
 def evaluated(server: Served, kind: str, tasks: Path, name: str, *more: str) -> list[Any]:
-    """Run a task; return its samples, in the rows' order."""
+    """Run a task; return its samples in the order of the rows."""
     url = server.url.removesuffix("/v1") + PATHS[kind]
     given = f"model={server.model},base_url={url},num_concurrent=2,max_retries=1,timeout=60"
     out = tasks / "out"
@@ -80,7 +80,7 @@ def evaluated(server: Served, kind: str, tasks: Path, name: str, *more: str) -> 
 
 
 def sum_of_logprobs(server: Served, ids: list[int], first: int) -> float:
-    """Return that of a prompt's tokens from a place on, asked for without lm-eval."""
+    """Return the sum for a prompt's tokens from an index on, requested without lm-eval."""
     body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
     [choice] = server.post("/v1/completions", body)["choices"]
     return math.fsum(choice["logprobs"]["token_logprobs"][first:])
@@ -93,7 +93,7 @@ def tokens(server: Served, text: str) -> list[int]:
 
 
 def test_choices(server: Served, tasks: Path) -> None:
-    """What lm-eval ranks by are the sums of the server's own numbers."""
+    """lm-eval ranks by sums that equal those of the server's log-probabilities."""
     for row, sample in zip(ROWS, evaluated(server, COMPLETIONS, tasks, "choices"), strict=True):
         context = tokens(server, str(row["text"]))
         for choice, response in zip(row["choices"], sample["filtered_resps"], strict=True):
@@ -109,7 +109,7 @@ def test_choices_of_a_model_that_knows(tasks: Path, server: Served) -> None:
 
 
 def test_texts(server: Served, tasks: Path) -> None:
-    """Texts are those of the same prompts by hand."""
+    """Texts equal direct requests with the same prompts."""
     for row, sample in zip(ROWS, evaluated(server, COMPLETIONS, tasks, "texts"), strict=True):
         body = {"prompt": row["text"], "max_tokens": 6, "temperature": 0, "stop": ["\n"]}
         [choice] = server.post("/v1/completions", body)["choices"]
@@ -126,6 +126,6 @@ def test_texts_of_chats(server: Served, tasks: Path) -> None:
 
 
 def test_rolling(server: Served, tasks: Path) -> None:
-    """Perplexities come of whole texts."""
+    """Perplexities cover whole texts."""
     for sample in evaluated(server, COMPLETIONS, tasks, "rolling"):
         assert float(sample["word_perplexity"][0]) < 0

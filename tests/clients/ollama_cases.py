@@ -10,7 +10,7 @@ from tests.clients.given import FORMS, MESSAGES, SEED, Fox, Served
 
 
 class Client:
-    """The client with the fields that all cases give."""
+    """The client with the fields that all cases send."""
 
     def __init__(self, server: Served) -> None:
         self.server = server
@@ -75,7 +75,7 @@ def test_format_of_a_generation(client: Client) -> None:
 
 
 def test_tools(client: Client) -> None:
-    """A weak model may call or not; the client reads the answer, and its result goes back."""
+    """A weak model may call or not. The client reads the answer and sends a result back."""
     answer = client.chat(200, tools=[find_fox])
     calling = {
         "role": "assistant", "content": "",

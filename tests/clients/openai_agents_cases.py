@@ -22,7 +22,7 @@ set_tracing_disabled(True)
 
 
 AgentOf = Callable[..., Any]
-# A text that ends by itself: a response that max_tokens cuts off is an error to this client.
+# A text that ends early: this client treats a response truncated by max_tokens as an error.
 BRIEF = {"extra_body": {"seed": SEED, "structured_outputs": {"regex": "[a-z]{1,8}"}}}
 
 
@@ -31,14 +31,14 @@ APIS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
 
 @pytest.fixture(params=APIS)
 def agent_of(server: Served, request: pytest.FixtureRequest) -> AgentOf:
-    """Makes agents that speak one of the two APIs."""
+    """Make agents that use one of the two APIs."""
     client = AsyncOpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
     model = APIS[request.param](model=server.model, openai_client=client)
 
     def make(*, settings: dict[str, Any] | None = None, **more: Any) -> Any:
         seed = {"extra_body": {"seed": SEED}}
-        how = {"max_tokens": 400} | seed | (settings or {})
-        given = {"name": "Fox", "model": model, "model_settings": ModelSettings(**how)}
+        options = {"max_tokens": 400} | seed | (settings or {})
+        given = {"name": "Fox", "model": model, "model_settings": ModelSettings(**options)}
         return Agent(**(given | more))
 
     return make
@@ -79,7 +79,7 @@ def test_output_stream(agent_of: AgentOf, run: Any) -> None:
 
 
 def tools() -> tuple[list[Any], list[str]]:
-    """Return two tools, and the calls that they get."""
+    """Return two tools, and the list of their calls."""
     called: list[str] = []
 
     @function_tool
@@ -99,11 +99,11 @@ def tools() -> tuple[list[Any], list[str]]:
 
 @pytest.mark.parametrize("choice", ["required", "add", "get_weather"])
 def test_tools(agent_of: AgentOf, run: Any, choice: str) -> None:
-    """A tool runs with what the model wrote, and its result is the run's."""
+    """A tool runs with the model's arguments, and its result is the result of the run."""
     functions, called = tools()
-    how = {"tool_choice": choice, "parallel_tool_calls": False}
+    options = {"tool_choice": choice, "parallel_tool_calls": False}
     more = {"tools": functions, "tool_use_behavior": "stop_on_first_tool"}
-    result = run(Runner.run(agent_of(settings=how, **more), ASK))
+    result = run(Runner.run(agent_of(settings=options, **more), ASK))
     assert len(called) == 1 and choice in ("required", called[0])
     assert result.final_output is not None
 
@@ -122,8 +122,8 @@ def test_tools_stream(agent_of: AgentOf, run: Any) -> None:
 
 
 def test_tools_then_text(agent_of: AgentOf, run: Any) -> None:
-    """The result goes back; what the model makes of it is a text, or calls until the turns end.
-    The text has an end, because the agent takes none that was cut."""
+    """The result is sent back; the model answers with a text, or calls until the turns end. The
+    text ends early, because the agent refuses truncated ones."""
     functions, called = tools()
     extra = {"seed": SEED, "structured_outputs": {"regex": "[a-z ]{1,12}"}}
     agent = agent_of(settings={"tool_choice": "add", "extra_body": extra}, tools=functions)
@@ -132,7 +132,7 @@ def test_tools_then_text(agent_of: AgentOf, run: Any) -> None:
 
 
 def test_handoff(agent_of: AgentOf, run: Any) -> None:
-    """A handoff is a call that has no arguments; the other agent ends with a form."""
+    """A handoff is a call without arguments; the other agent ends with a structured output."""
     other = agent_of(name="Den", output_type=Fox)
     first = agent_of(settings={"tool_choice": "required"}, handoffs=[other])
     result = run(Runner.run(first, ASK))

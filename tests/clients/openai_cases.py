@@ -1,4 +1,4 @@
-"""OpenAI's own client: texts, forms, tools, streamed and whole, and vLLM's fields in extra_body."""
+"""OpenAI's own client: texts, schemas, tools, streams, and vLLM's fields in extra_body."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ STRICT_TOOLS = [
 
 
 class Client:
-    """OpenAI's client with the fields that all cases give."""
+    """OpenAI's client with the fields that all cases send."""
 
     def __init__(self, server: Served) -> None:
         self.openai = openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
@@ -44,7 +44,7 @@ def client(server: Served) -> Client:
 
 
 def joined(stream: Any) -> tuple[str, str, Any]:
-    """Return the text of a stream, why it ended, and its usage."""
+    """Return the text of a stream, its finish reason, and its usage."""
     text, reason, usage = "", None, None
     for chunk in stream:
         usage = chunk.usage or usage
@@ -55,8 +55,8 @@ def joined(stream: Any) -> tuple[str, str, Any]:
 
 
 def joined_calls(stream: Any) -> tuple[list[tuple[str, str]], int, str]:
-    """Return (name, arguments) of the calls in a stream, how many deltas had arguments, and why it
-    ended."""
+    """Return (name, arguments) of the calls in a stream, the number of deltas with arguments, and
+    the finish reason."""
     calls: dict[int, list[str]] = {}
     ids, num_deltas, reason = set(), 0, ""
     for chunk in stream:
@@ -101,13 +101,13 @@ def test_chat_stream(client: Client) -> None:
 
 
 def test_chat_async(server: Served, run: Any) -> None:
-    async def ask() -> Any:
+    async def send_requests() -> Any:
         async with openai.AsyncOpenAI(base_url=server.url, api_key=KEY, timeout=60) as client:
             more = {"model": server.model, "messages": MESSAGES, "max_tokens": 8}
             chat = client.chat.completions
             return await asyncio.gather(*(chat.create(seed=seed, **more) for seed in range(4)))
 
-    assert len(run(ask())) == 4
+    assert len(run(send_requests())) == 4
 
 
 def test_completions(client: Client) -> None:
@@ -132,7 +132,7 @@ def test_bad_request(client: Client) -> None:
     assert error.value.param == "temperature"
 
 
-# --- forms
+# --- schemas
 
 
 def test_text_format(client: Client) -> None:
@@ -140,8 +140,8 @@ def test_text_format(client: Client) -> None:
 
 
 def test_json_object(client: Client, server: Served) -> None:
-    how = {"response_format": {"type": "json_object"}, "logit_bias": given.brief(server)}
-    [choice] = client.chat(**how).choices
+    format_fields = {"response_format": {"type": "json_object"}, "logit_bias": given.brief(server)}
+    [choice] = client.chat(**format_fields).choices
     assert choice.finish_reason == "stop"
     assert isinstance(json.loads(choice.message.content), dict)
 
@@ -168,13 +168,13 @@ def test_json_schema_logprobs(client: Client) -> None:
     assert choice.message.content.startswith(choice.logprobs.content[0].token)
 
 
-def test_json_schema_cut(client: Client) -> None:
+def test_json_schema_truncated(client: Client) -> None:
     [choice] = client.chat(response_format=FOX, max_tokens=2).choices
     assert choice.finish_reason == "length"
 
 
 def test_strict_unsupported(client: Client) -> None:
-    """A keyword that no grammar can hold is refused under strict, by its name."""
+    """With strict, a keyword that no grammar supports is refused by its name."""
     schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     strict = {"name": "odd", "schema": schema, "strict": True}
     with pytest.raises(openai.BadRequestError) as error:
@@ -195,15 +195,15 @@ def test_parse(client: Client, form: str) -> None:
 
 
 def test_parse_async(server: Served, run: Any) -> None:
-    async def ask() -> Any:
+    async def send_requests() -> Any:
         async with openai.AsyncOpenAI(base_url=server.url, api_key=KEY, timeout=60) as client:
             more = {"model": server.model, "messages": MESSAGES, "seed": SEED, "max_tokens": 400}
             return await client.chat.completions.parse(response_format=Fox, **more)
 
-    assert isinstance(run(ask()).choices[0].message.parsed, Fox)
+    assert isinstance(run(send_requests()).choices[0].message.parsed, Fox)
 
 
-def test_parse_cut(client: Client) -> None:
+def test_parse_truncated(client: Client) -> None:
     with pytest.raises(openai.LengthFinishReasonError):
         client.parse(response_format=Fox, max_tokens=2)
 
@@ -221,7 +221,7 @@ def test_stream_helper(client: Client) -> None:
 
 
 def test_tools_auto(client: Client) -> None:
-    """What the model does is its own affair; what it calls can be called."""
+    """The model may call or answer; its calls are valid."""
     [choice] = client.chat(tools=TOOLS, max_tokens=40).choices
     calls = choice.message.tool_calls or []
     assert choice.message.content is not None or calls
@@ -250,7 +250,7 @@ def test_tools_required_stream(client: Client) -> None:
     assert calls and reason == "tool_calls"
     for name, arguments in calls:
         given.check_call(name, arguments)
-    assert num_deltas > len(calls)  # arguments come as they are written
+    assert num_deltas > len(calls)  # arguments are streamed
     whole = client.chat(tools=TOOLS, tool_choice="required").choices[0].message.tool_calls
     assert calls == [(call.function.name, call.function.arguments) for call in whole]
 
@@ -290,7 +290,7 @@ def test_tools_one_at_a_time(client: Client) -> None:
 
 
 def test_tools_allowed(client: Client) -> None:
-    """Some of the tools may be called; OpenAI's newest kind of tool_choice."""
+    """OpenAI's `allowed_tools` limits the tools that may be called."""
     allowed = {"mode": "required", "tools": [named("add")]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     for call in client.chat(tools=TOOLS, tool_choice=choice).choices[0].message.tool_calls:
@@ -321,7 +321,7 @@ def test_tools_stream_helper(client: Client) -> None:
 
 
 def test_tools_answered(client: Client) -> None:
-    """The result of a call goes back, and a text comes."""
+    """The result of a call is sent back, and the model answers with a text."""
     first = client.chat(tools=TOOLS, tool_choice=named("add")).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "42"}
     messages = [*MESSAGES, first.model_dump(exclude_none=True), result]
@@ -329,8 +329,8 @@ def test_tools_answered(client: Client) -> None:
     assert answer.choices[0].message.content
 
 
-def test_tools_or_form(client: Client) -> None:
-    """With a form, the answer is calls or that form."""
+def test_tools_or_schema(client: Client) -> None:
+    """With a response format, the answer is either calls or that format."""
     [choice] = client.chat(tools=TOOLS, response_format=FOX).choices
     if choice.message.tool_calls:
         for call in choice.message.tool_calls:
@@ -392,7 +392,7 @@ def test_extra_structural_tag(client: Client) -> None:
         assert is_valid(found)
 
 
-def test_extra_two_forms(client: Client) -> None:
+def test_extra_two_constraints(client: Client) -> None:
     extra = {"structured_outputs": {"regex": "a", "choice": ["a"]}}
     with pytest.raises(openai.BadRequestError) as error:
         client.chat(extra_body=extra)
@@ -411,7 +411,7 @@ THINK = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budg
 
 
 def thought(message: Any) -> str:
-    """Return the reasoning of a message, which has two names."""
+    """Return the reasoning of a message, which has two equal fields."""
     assert message.reasoning == message.reasoning_content
     return message.reasoning
 
@@ -440,7 +440,7 @@ def test_reasoning_off(thinker: Served) -> None:
     assert message.content and not getattr(message, "reasoning", None)
 
 
-def test_reasoning_then_form(thinker: Served) -> None:
+def test_reasoning_then_schema(thinker: Served) -> None:
     message = Client(thinker).parse(extra_body=THINK, response_format=Fox).choices[0].message
     assert thought(message) and isinstance(message.parsed, Fox)
 
@@ -453,7 +453,7 @@ def test_reasoning_then_call(thinker: Served) -> None:
 
 
 def test_reasoning_off_then_call(thinker: Served) -> None:
-    """Where the prompt has closed the reasoning, nothing comes before a forced call."""
+    """If the prompt has closed the reasoning, a forced call is the first output."""
     extra = {"chat_template_kwargs": {"enable_thinking": False}}
     for seed in range(4):
         more = {"tools": TOOLS, "tool_choice": named("add"), "seed": seed}
@@ -461,20 +461,20 @@ def test_reasoning_off_then_call(thinker: Served) -> None:
         assert len(message.tool_calls) == 1 and not getattr(message, "reasoning", None)
 
 
-def test_an_image_in_a_chat(seeing: Served) -> None:
+def test_image_in_a_chat(seeing: Served) -> None:
     url = {"url": f"data:image/png;base64,{given.IMAGE}", "detail": "low"}
     parts: list[Any] = [{"type": "image_url", "image_url": url}, {"type": "text", "text": ASK}]
     client = Client(seeing)
     text = client.chat(max_tokens=4)
     answer = client.chat(messages=[{"role": "user", "content": parts}], max_tokens=4)
-    # The image's tokens, and one before and one behind them.
+    # The image's tokens, with one before and one after them.
     num_more = answer.usage.prompt_tokens - text.usage.prompt_tokens
     assert num_more == given.IMAGE_TOKENS + 2
     stream = client.chat(messages=[{"role": "user", "content": parts}], max_tokens=4, stream=True)
     assert joined(stream)[1] == answer.choices[0].finish_reason
 
 
-def test_an_image_in_a_response(seeing: Served) -> None:
+def test_image_in_a_response(seeing: Served) -> None:
     image = {"type": "input_image", "image_url": f"data:image/png;base64,{given.IMAGE}"}
     content = [image | {"detail": "auto"}, {"type": "input_text", "text": ASK}]
     responses = Client(seeing).openai.responses
@@ -486,7 +486,7 @@ def test_an_image_in_a_response(seeing: Served) -> None:
     assert second.usage.input_tokens > first.usage.input_tokens
 
 
-def test_images_that_are_refused(seeing: Served) -> None:
+def test_invalid_images_are_refused(seeing: Served) -> None:
     for url, words in (("https://example.org/a.png", "allowed: none"), ("data:,x", "data: URL")):
         parts = [{"type": "image_url", "image_url": {"url": url}}]
         with pytest.raises(openai.BadRequestError, match=words) as caught:
@@ -497,7 +497,7 @@ def test_images_that_are_refused(seeing: Served) -> None:
 # --- adapters
 
 
-def test_an_adapter_is_a_model(adapted: Served) -> None:
+def test_adapter_is_a_model(adapted: Served) -> None:
     client = Client(adapted)
     cards = {card.id: card for card in client.openai.models.list()}
     assert list(cards) == ["adapted", "poems"] and cards["poems"].parent == "adapted"
@@ -511,7 +511,7 @@ def test_an_adapter_is_a_model(adapted: Served) -> None:
         client.chat(model="prose")
 
 
-def test_an_adapter_with_a_scale(adapted: Served) -> None:
+def test_adapter_scales_interpolate(adapted: Served) -> None:
     client = Client(adapted)
     fields = {"max_tokens": 12, "temperature": 0, "logprobs": 1}
 

@@ -1,7 +1,7 @@
 """The table of docs/results/clients.md: a row for each client, from its last run with `--write`.
 
 A run of some clients replaces their rows. A client without a recorded run has a row without counts.
-The text outside of the marks stays.
+The text outside of the marks does not change.
 """
 
 from dataclasses import dataclass, field

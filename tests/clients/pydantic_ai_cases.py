@@ -1,4 +1,4 @@
-"""pydantic-ai: objects by its three kinds of output, tools, streams; through two providers."""
+"""pydantic-ai: objects by its three kinds of output, tools and streams, with two providers."""
 
 from typing import Any
 
@@ -16,19 +16,19 @@ from pydantic_ai.tools import ToolDefinition
 from tests.clients import given
 from tests.clients.given import ASK, FORMS, KEY, SEED, Fox, Served
 
-BOUND = {"tool": ToolOutput, "native": NativeOutput}  # by these the server knows the form
+BOUND = {"tool": ToolOutput, "native": NativeOutput}  # outputs that send the schema to the server
 
 
 class Hint(BaseModel):
-    """What any JSON object can be read as."""
+    """A model that any JSON object can be read as."""
 
     name: str = ""
 
 
 def model_of(server: Served, provider: Any = OpenAIProvider, **settings: Any) -> OpenAIChatModel:
-    how: Any = {"seed": SEED, "max_tokens": 400, "timeout": 60} | settings
+    request_options: Any = {"seed": SEED, "max_tokens": 400, "timeout": 60} | settings
     place = provider(base_url=server.url, api_key=KEY)
-    return OpenAIChatModel(server.model, provider=place, settings=how)
+    return OpenAIChatModel(server.model, provider=place, settings=request_options)
 
 
 def agent_of(server: Served, **more: Any) -> Any:
@@ -69,8 +69,10 @@ def test_output_strict(server: Served, run: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", BOUND)
 def test_output_of_two_types(server: Served, run: Any, kind: str) -> None:
     both = [given.Cash, given.Coat]
-    wanted: Any = [ToolOutput(each) for each in both] if kind == "tool" else NativeOutput(both)
-    agent = agent_of(server, output_type=wanted)
+    output_types: Any = (
+        [ToolOutput(each) for each in both] if kind == "tool" else NativeOutput(both)
+    )
+    agent = agent_of(server, output_type=output_types)
     assert isinstance(run(agent.run(ASK)).output, given.Cash | given.Coat)
 
 
@@ -88,7 +90,7 @@ def test_output_stream(server: Served, run: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOUND)
 def test_output_vllm(server: Served, run: Any, kind: str) -> None:
-    """Through the provider that knows vLLM, which also shows the form in the prompt."""
+    """Uses vLLM's provider, which also puts the schema into the prompt."""
     agent = Agent(model_of(server, VLLMProvider), output_type=BOUND[kind](Fox), retries=0)
     assert isinstance(run(agent.run(ASK)).output, Fox)
 
@@ -102,20 +104,20 @@ def test_output_tool_with_prefix(server: Served, run: Any) -> None:
 
 
 def test_output_or_text(server: Served, run: Any) -> None:
-    """The model may choose."""
+    """The model may answer with either."""
     agent = Agent(model_of(server, max_tokens=60), output_type=[Fox, str], retries=0)
     assert isinstance(run(agent.run(ASK)).output, Fox | str)
 
 
 def test_output_prompted(server: Served, run: Any) -> None:
-    """The form stands in the prompt alone; the server is told that it is to be an object."""
+    """Only the prompt has the schema; the request asks for any object."""
     model = model_of(server, logit_bias=given.brief(server))
     agent = Agent(model, output_type=PromptedOutput(Hint), retries=0)
     assert isinstance(run(agent.run(ASK)).output, Hint)
 
 
-def test_output_asked_again(server: Served, run: Any) -> None:
-    """What is refused goes back with the reason, and another answer comes."""
+def test_refused_output_is_requested_again(server: Served, run: Any) -> None:
+    """A refused answer is sent back with the reason, and the model answers again."""
     agent = agent_of(server, output_type=ToolOutput(Fox), retries=2)
     seen: list[Fox] = []
 
@@ -137,12 +139,12 @@ TOOLS = [
 ]
 
 
-def ask(server: Served, messages: list[Any], choice: Any, stream: bool = False) -> Any:
-    """Make one request of the model, without an agent's loop."""
-    how = model_request_stream if stream else model_request
+def request_model(server: Served, messages: list[Any], choice: Any, stream: bool = False) -> Any:
+    """Send one request to the model, without an agent's loop."""
+    send = model_request_stream if stream else model_request
     parameters = ModelRequestParameters(function_tools=TOOLS)
     settings: Any = {"tool_choice": choice}
-    return how(
+    return send(
         model_of(server), messages, model_settings=settings, model_request_parameters=parameters
     )
 
@@ -160,13 +162,13 @@ QUESTION = ModelRequest.user_text_prompt(ASK)
 @pytest.mark.parametrize("choice", ["required", "add", "get_weather"])
 def test_tools(server: Served, run: Any, choice: str) -> None:
     forced = choice if choice == "required" else [choice]
-    calls = calls_in(run(ask(server, [QUESTION], forced)))
+    calls = calls_in(run(request_model(server, [QUESTION], forced)))
     assert calls and choice in ("required", calls[0].tool_name)
 
 
 def test_tools_stream(server: Served, run: Any) -> None:
     async def read() -> tuple[int, Any]:
-        async with ask(server, [QUESTION], "required", stream=True) as stream:
+        async with request_model(server, [QUESTION], "required", stream=True) as stream:
             num_deltas = len([event async for event in stream if event.event_kind == "part_delta"])
             return num_deltas, stream.get()
 
@@ -175,20 +177,20 @@ def test_tools_stream(server: Served, run: Any) -> None:
 
 
 def test_tools_answered(server: Served, run: Any) -> None:
-    """The results go back, and a text comes."""
-    response = run(ask(server, [QUESTION], "required"))
+    """The results are sent back, and the model answers with a text."""
+    response = run(request_model(server, [QUESTION], "required"))
     results = ModelRequest(
         [
             ToolReturnPart(tool_name=call.tool_name, content="42", tool_call_id=call.tool_call_id)
             for call in calls_in(response)
         ]
     )
-    last = run(ask(server, [QUESTION, response, results], "none"))
+    last = run(request_model(server, [QUESTION, response, results], "none"))
     assert last.text and not calls_in(last)
 
 
 def test_tools_in_a_run(server: Served, run: Any) -> None:
-    """The model calls a function or gives its object; the function is there once."""
+    """The model calls a function or returns its object; the function is offered once."""
     called: list[given.Add] = []
 
     async def once(_: Any, definition: ToolDefinition) -> ToolDefinition | None:

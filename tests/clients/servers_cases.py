@@ -1,5 +1,4 @@
-"""Requests to the native endpoints of llama.cpp's and SGLang's servers, as their documents show
-them."""
+"""Requests to the native endpoints of llama.cpp's and SGLang's servers, as documented there."""
 
 import json
 from collections.abc import Iterator
@@ -81,7 +80,7 @@ def test_generate(http: httpx.Client) -> None:
     sampling = {"temperature": 0, "max_new_tokens": 8}
     whole = post(http, "/generate", text=STEPS, sampling_params=sampling)
     assert whole["meta_info"]["completion_tokens"] == len(whole["output_ids"]) <= 8
-    # As the documentation's loop prints a stream: the part of the text that is new.
+    # The documentation's loop prints the new part of the text of each chunk.
     printed, text = 0, ""
     for event in events(http, "/generate", text=STEPS, sampling_params=sampling):
         text += event["text"][printed:]
@@ -89,7 +88,7 @@ def test_generate(http: httpx.Client) -> None:
     assert text == whole["text"]
 
 
-def test_generate_a_list(http: httpx.Client) -> None:
+def test_generate_several_prompts(http: httpx.Client) -> None:
     several = {"temperature": 1, "max_new_tokens": 4, "n": 2}
     assert len(post(http, "/generate", text=[STEPS, ASK], sampling_params=several)) == 4
     sampling = {"temperature": 0, "max_new_tokens": 4}

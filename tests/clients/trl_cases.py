@@ -50,14 +50,14 @@ def test_conversations_are_answered(server: Served, make_client: Any) -> None:
     assert all(math.isfinite(value) for row in found["logprobs"] for [value] in row)
 
 
-def test_a_regex_constrains_the_tokens(server: Served, make_client: Any) -> None:
+def test_regex_constrains_the_tokens(server: Served, make_client: Any) -> None:
     made = make_client(server).generate(["A"], structured_outputs_regex="[0-9]{3}", max_tokens=9)
     text = server.post("/detokenize", {"tokens": made["completion_ids"][0]})["prompt"]
     assert text[:3].isdecimal()
 
 
 def test_sequences_are_scored(server: Served, make_client: Any) -> None:
-    """With the log-probabilities that the tokens had when they were sampled."""
+    """The scores equal the log-probabilities at sampling."""
     client = make_client(server)
     made = client.generate(PROMPTS, logprobs=0, **SHORT)
     pairs = zip(made["prompt_ids"], made["completion_ids"], strict=True)

@@ -1,4 +1,4 @@
-"""A package `vllm` of names alone, which lets TRL make its client.
+"""A package `vllm` with names only, which lets TRL create its client.
 
 TRL refuses to make the client unless a supported version of vLLM is installed, but generates over
 HTTP without it.
@@ -22,7 +22,7 @@ MODULES = (
 
 
 def write_stand_in(folder: Path) -> None:
-    """Write the package and its metadata into a folder, which belongs into `sys.path`."""
+    """Write the package and its metadata into a folder for `sys.path`."""
     package, facts = folder / "vllm", folder / f"vllm-{VERSION}.dist-info"
     for each in (package, *(package / name for name in FOLDERS)):
         each.mkdir()

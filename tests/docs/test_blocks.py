@@ -1,4 +1,4 @@
-"""The code blocks of README.md and docs run as they stand there, with the demo model.
+"""The code blocks of README.md and docs run unchanged, with the demo model.
 
 A page's programs and commands run in one folder, in the order of the page. `127.0.0.1:8000` stands
 for a server that this module starts, and `path/to/model` for the demo model. Marks say which blocks
@@ -34,7 +34,9 @@ from tests.support.processes.servers import Server
 
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8000")
 WAIT_S = 120.0
-DOES_NOT_FIT = "does not fit this machine"  # an answer of `quire fit`, by the memory that is free
+DOES_NOT_FIT = (
+    "does not fit this machine"  # a possible answer of `quire fit`, depending on the free memory
+)
 DEMO = ROOT / "src" / "quire" / "demo"
 
 
@@ -83,13 +85,13 @@ def address() -> Iterator[Address]:
 
 
 @of_each_page
-def test_every_block_runs_or_says_why_not(page: Path) -> None:
+def test_each_block_runs_or_has_a_reason(page: Path) -> None:
     assert not {block.name: block.problem for block in blocks_of(page) if block.problem}
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_blocks_are_well_formed(page: Path) -> None:
-    """Also those that do not run: programs compile, data parses, commands have these flags."""
+    """This includes blocks that do not run: programs compile, data parses, and flags exist."""
     for block in blocks_of(page):
         if block.language == "python":
             compile(block.text, block.name, "exec")
@@ -111,7 +113,7 @@ def parse(block: Block, words: list[str]) -> None:
 
 
 def quire_commands(block: Block) -> Iterator[list[str]]:
-    """Yield the commands of quire that are written out."""
+    """Yield the complete commands of quire."""
     for words in block.commands:
         is_whole = not has_operator(words) and "..." not in "".join(words)
         if is_whole and words[0] in ("quire", ".venv/bin/quire"):
@@ -127,7 +129,7 @@ def test_blocks_of_a_page_run(page: Path, tmp_path: Path, address: Address) -> N
 @pytest.mark.parametrize(
     "page", [p for p in pages() if any(b.is_slow for b in blocks_of(p))], ids=name_of
 )
-def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path, address: Address) -> None:
+def test_slow_blocks_of_a_page_run(page: Path, tmp_path: Path, address: Address) -> None:
     run_page(page, tmp_path, address, slow=True)
 
 
@@ -160,13 +162,13 @@ def run_command(block: Block, folder: Path, words: list[str]) -> None:
 
 
 def without_port(words: list[str]) -> list[str]:
-    """Drop `--port NUMBER`: the server of a test takes a free one."""
+    """Drop `--port NUMBER`, since a test's server picks a free port."""
     at = words.index("--port") if "--port" in words else len(words)
     return words[:at] + words[at + 2 :]
 
 
 def check(block: Block, folder: Path, command: list[str]) -> None:
-    """Run a command to its end; fail with what it printed unless it succeeds."""
+    """Run a command to its end; fail with its output unless it succeeds."""
     with ForkedPopen(
         command,
         cwd=folder,
@@ -183,7 +185,7 @@ def check(block: Block, folder: Path, command: list[str]) -> None:
     assert is_right, f"{block.name}: {shlex.join(command)}\n{output}"
 
 
-def test_what_is_wrong_with_a_block() -> None:
+def test_marks_and_problems_of_blocks_are_read() -> None:
     text = """
 ```
 output
@@ -225,7 +227,7 @@ curl -s http://127.0.0.1:8000/health \\
     assert blocks[6].commands == [["curl", "-s", "http://127.0.0.1:8000/health", "-o", "out.txt"]]
 
 
-def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
+def test_failing_block_is_reported(tmp_path: Path) -> None:
     block = Block("page.md", 1, "sh", "quire generate --nonsense\n")
     with pytest.raises(pytest.fail.Exception, match="page.md:1: quire generate --nonsense is"):
         parse(block, next(quire_commands(block))[1:])

@@ -16,7 +16,7 @@ PART = re.compile(r"([^;]+?) ([\d.]+) % of (\d+)")
 ROUNDING = 0.0501  # points of a figure with one place
 
 
-def test_accuracy() -> None:
+def test_accuracy_table_equals_the_measurement() -> None:
     rows = {match[1]: match for match in ROW.finditer(CARD)}
     assert rows.keys() == ACCURACY.keys()
     for name, measured in ACCURACY.items():
@@ -29,7 +29,7 @@ def test_accuracy() -> None:
             assert int(num) == measured["part_items"][part]
 
 
-def test_number_of_parameters() -> None:
+def test_number_of_parameters_equals_the_weights() -> None:
     with safe_open(ROOT / "src" / "quire" / "demo" / "model.safetensors", "numpy") as file:
         num = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     assert f"| Parameters | {num:,} |" in CARD

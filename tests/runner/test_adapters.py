@@ -1,4 +1,4 @@
-"""Adapters of a runner's rows: which tokens of a step use which slot, and what stays in memory."""
+"""Adapters of a runner's rows: which tokens use which slot, and which adapters stay in memory."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class FakeSlots:
 
 
 class FakeModel:
-    """It "loads" an adapter as the name of its directory."""
+    """A model that "loads" an adapter as the name of its directory."""
 
     def __init__(self) -> None:
         self.slots, self.loads = FakeSlots(), list[str]()
@@ -91,7 +91,7 @@ def test_tokens_are_grouped_by_adapter(tmp_path: Path) -> None:
     assert bench.groups(rows=[2], num_tokens=[1]) == {}
 
 
-def test_forks_and_released_rows(tmp_path: Path) -> None:
+def test_forks_inherit_adapters_and_released_rows_lose_them(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.load(0, "x")
     assert bench.groups(rows=[1], num_tokens=[4], started=[bench.start(1, "x")])
@@ -105,8 +105,8 @@ def test_forks_and_released_rows(tmp_path: Path) -> None:
         assert bench.groups(**again) == {}
 
 
-def test_an_adapter_leaves_after_the_last_plan_that_uses_it(tmp_path: Path) -> None:
-    """Its request ends while a plan with its row is in flight, and the slot is given away."""
+def test_adapter_is_unloaded_after_the_last_plan_that_uses_it(tmp_path: Path) -> None:
+    """Its request ends while a plan with its row is in flight; another adapter takes the slot."""
     bench = Bench(tmp_path, max_loras=1)
     bench.load(0, "x")
     assert bench.groups(rows=[1], num_tokens=[4], started=[bench.start(1, "x")])
@@ -122,8 +122,8 @@ def test_an_adapter_leaves_after_the_last_plan_that_uses_it(tmp_path: Path) -> N
     assert bench.model.slots.put_in == [(0, "x"), (0, "y"), (0, "z")]
 
 
-def test_an_adapter_moves_to_another_slot_while_rows_use_it(tmp_path: Path) -> None:
-    """Its first slot is given away, and it is loaded into a second one."""
+def test_adapter_moves_to_another_slot_while_rows_use_it(tmp_path: Path) -> None:
+    """Another adapter takes its first slot, and it is loaded into a second one."""
     bench = Bench(tmp_path, max_loras=2)
     bench.load(0, "x")
     assert bench.groups(rows=[1], num_tokens=[4], started=[bench.start(1, "x")])
@@ -136,14 +136,14 @@ def test_an_adapter_moves_to_another_slot_while_rows_use_it(tmp_path: Path) -> N
     assert bench.groups(rows=[2, 3], num_tokens=[1, 1], started=started) == {1: [0], 0: [1]}
 
 
-def test_the_least_recently_used_adapters_leave_the_memory(tmp_path: Path) -> None:
+def test_least_recently_used_adapters_are_unloaded(tmp_path: Path) -> None:
     bench = Bench(tmp_path, max_loras=1, max_cpu_loras=2)
     for name in "xyxzxy":
         bench.load(0, name)
     assert bench.model.loads == ["x", "y", "z", "y"]
 
 
-def test_changed_files_are_refused_unless_they_are_in_memory(tmp_path: Path) -> None:
+def test_changed_files_are_refused_unless_already_in_memory(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.load(0, "x")
     for name in "xy":
@@ -153,7 +153,7 @@ def test_changed_files_are_refused_unless_they_are_in_memory(tmp_path: Path) -> 
         bench.load(0, "y")
 
 
-def test_a_row_without_its_adapter_is_an_error(tmp_path: Path) -> None:
+def test_row_whose_adapter_has_no_slot_raises(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with pytest.raises(EngineError, match="in no slot"):
         bench.groups(rows=[1], num_tokens=[4], started=[bench.start(1, "x")])
@@ -163,8 +163,8 @@ def test_a_row_without_its_adapter_is_an_error(tmp_path: Path) -> None:
     "variant",
     ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in sorted(first_of_each_type()))],
 )
-def test_the_memory_plan_has_room_for_adapters(variant: str, tmp_path: Path) -> None:
-    """Two adapters of rank 3 in all linear layers, or in those of one name; exact for llama."""
+def test_memory_plan_has_room_for_adapters(variant: str, tmp_path: Path) -> None:
+    """Two adapters of rank 3 change all linear layers or those of one name; exact for llama."""
     made = write_checkpoint(tmp_path / "base", variant)
     model = load_model(made.directory, made.spec, torch.float32, CPU)
     places = AdaptedModel(model, made.spec, LoraConfig(max_loras=1), torch.float32).places
@@ -182,7 +182,7 @@ def test_the_memory_plan_has_room_for_adapters(variant: str, tmp_path: Path) -> 
     assert adapter_bytes(config_from_flat(**settings), made.spec) == 0
 
 
-def test_the_memory_plan_has_no_room_for_experts_that_adapters_may_not_change(
+def test_memory_plan_omits_experts_that_adapters_may_not_change(
     tmp_path: Path,
 ) -> None:
     spec = write_checkpoint(tmp_path / "base", "qwen3_moe").spec
@@ -199,7 +199,7 @@ def test_the_memory_plan_has_no_room_for_experts_that_adapters_may_not_change(
     assert everything == unknown + of_experts
 
 
-def test_a_gpu_has_room_for_slots_without_experts(tmp_path: Path) -> None:
+def test_gpu_plan_has_slots_without_experts(tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path / "base", "qwen3_moe").spec
     settings: dict[str, Any] = {"enable_lora": True, "dtype": "float32", "max_cpu_loras": 12}
     dense = adapter_bytes(config_from_flat(lora_target_modules=("other",), **settings), spec)

@@ -26,48 +26,48 @@ PARAMS = [
 ]
 
 
-def what_ends(sequence: Sequence) -> list[int]:
-    """Stop ids and end of sequence, also where they may not come yet."""
+def ending_tokens(sequence: Sequence) -> list[int]:
+    """Return stop ids and the end of sequence, even where `min_tokens` still forbids them."""
     return [*sequence.request.stop_token_ids[:3], *sequence.request.eos_token_ids[:1]]
 
 
-def what_is_forbidden(sequence: Sequence) -> list[int]:
-    """Bad words, tokens that a bias or a list keeps out, and what was just said, again."""
+def forbidden_tokens(sequence: Sequence) -> list[int]:
+    """Return bad words, tokens with a negative bias, the last tokens, and one outside the list."""
     params, known = sequence.request.params, sequence.known_tokens.tolist()
     banned = [word[-1] for word in sequence.request.bad_words_token_ids]
     banned += [token_id for token_id, bias in (params.logit_bias or {}).items() if bias < 0]
     return [*banned[:2], *known[-3:], 5]
 
 
-def what_was_said(sequence: Sequence) -> list[int]:
-    """The beginning once more: a loop that penalties are there to break."""
+def repeated_beginning(sequence: Sequence) -> list[int]:
+    """Return the beginning again: a loop that penalties should break."""
     return sequence.known_tokens[:4].tolist()
 
 
-def nobody_knows(sequence: Sequence) -> list[int]:
+def unknown_tokens(sequence: Sequence) -> list[int]:
     return [2**31 - 1, -1]
 
 
-def what_is_no_token(sequence: Sequence) -> list[int]:
-    """Behind one that is."""
+def invalid_after_valid(sequence: Sequence) -> list[int]:
+    """Return invalid ids after a valid token."""
     return [262, -(2**31), 10**9, 262]
 
 
-Guess = Callable[[Sequence], list[int]]
-ALL: list[Guess] = [
-    what_ends, what_is_forbidden, what_was_said, nobody_knows, what_is_no_token,
+Proposal = Callable[[Sequence], list[int]]
+ALL: list[Proposal] = [
+    ending_tokens, forbidden_tokens, repeated_beginning, unknown_tokens, invalid_after_valid,
 ]  # fmt: skip
 
 
-class Liar(StandIn):
-    """A guesser in the place of the engine's own."""
+class BadDrafter(StandIn):
+    """A drafter that replaces the engine's own."""
 
-    def __init__(self, propose: Guess) -> None:
-        self._guess = propose
+    def __init__(self, propose: Proposal) -> None:
+        self._propose = propose
 
     def propose(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         return [
-            Draft(s.request.request_id, s.index, s.num_known_tokens, self._guess(s))
+            Draft(s.request.request_id, s.index, s.num_known_tokens, self._propose(s))
             for s in sequences
         ]
 
@@ -95,18 +95,18 @@ def plain(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize("propose", ALL)
-def test_nothing_changes(llm: LLM, plain: list[Any], propose: Guess) -> None:
-    core, tried = llm.engine.client.core, set[int]()
+def test_bad_drafts_do_not_change_answers(llm: LLM, plain: list[Any], propose: Proposal) -> None:
+    core, drafted = llm.engine.client.core, set[int]()
     before = drafter_of(core)
 
     def note(event: Any) -> None:
         if isinstance(event, Planned) and event.plan is not None:
-            tried.update(t for draft in event.plan.drafts for t in draft.token_ids.tolist())
+            drafted.update(t for draft in event.plan.drafts for t in draft.token_ids.tolist())
 
     core.subscribe(note)
-    draft_with(core, Liar(propose))
+    draft_with(core, BadDrafter(propose))
     assert answers(llm) == plain
     draft_with(core, before)
     size = llm.engine.spec.vocab_size
-    assert all(0 <= token_id < size for token_id in tried)
-    assert bool(tried) == (propose is not nobody_knows)
+    assert all(0 <= token_id < size for token_id in drafted)
+    assert bool(drafted) == (propose is not unknown_tokens)

@@ -34,7 +34,7 @@ def scores(attachments: list[Attachment]) -> PromptScores:
     return PromptScores(attachments, 97, state, lambda hidden_PD: hidden_PD)
 
 
-def test_prompt_scores_are_attached_while_a_row_requests_them(
+def test_scores_attach_only_while_a_row_requests_them(
     scores: PromptScores, attachments: list[Attachment]
 ) -> None:
     scores.start(start(0, 5, None))
@@ -48,7 +48,7 @@ def test_prompt_scores_are_attached_while_a_row_requests_them(
     assert attachments == []
 
 
-def test_a_step_has_a_part_for_each_position_of_a_prompt_but_the_last(
+def test_every_prompt_position_but_the_last_is_scored(
     scores: PromptScores,
 ) -> None:
     scores.start(start(1, 5, 2))
@@ -60,7 +60,7 @@ def test_a_step_has_a_part_for_each_position_of_a_prompt_but_the_last(
     assert scores.prepare(plan_of(0, 0, 3)) is None, "another row"
 
 
-def test_a_prompt_may_become_longer(scores: PromptScores) -> None:
+def test_appended_prompt_tokens_are_scored(scores: PromptScores) -> None:
     scores.start(start(1, 3, 0))
     more = HostTokens(1, 3, np.array([7, 8], np.int32), is_prompt=True)
     part = scores.prepare(plan_of(1, 2, 3, host_tokens=(more,)))

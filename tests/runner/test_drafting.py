@@ -1,5 +1,5 @@
-"""A draft model changes no bit of any answer, and one that is the served model itself is always
-right: it has the same logits and the same noise."""
+"""A draft model changes no bit of any answer. If the draft model is the target itself, all drafts
+are accepted: it has the same logits and the same noise."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -41,12 +41,12 @@ PROMPTS = [[5, 9, 13, 2, 40], [7] * 17, list(range(20, 60)), [3]]
 
 @pytest.fixture(autouse=True)
 def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How much is guessed does not depend on how fast the machine is."""
+    """Make the number of draft tokens independent of the machine's speed."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
 
 
 class Counts:
-    """What became of an engine's guesses, and its steps."""
+    """Count an engine's proposed and accepted draft tokens, steps and preemptions."""
 
     def __init__(self, llm: LLM) -> None:
         self.tried = self.right = self.steps = self.preempted = 0
@@ -62,7 +62,7 @@ class Counts:
 
 @contextmanager
 def engine(model: str | Path, draft: str | Path | None = None, **settings: Any) -> Iterator[LLM]:
-    """draft: None: nobody guesses."""
+    """Yield an engine; it has no drafter if draft is None."""
     with LLM(str(model), disable_log_stats=True, **settings_of(draft, **settings)) as llm:
         yield llm
 
@@ -93,7 +93,7 @@ def answers(llm: LLM, params: Any = PARAMS, prompts: Any = PROMPTS) -> list[Any]
 
 
 def compared(model: Any, draft: Any, **settings: Any) -> Counts:
-    """Run with and without a draft model, and compare to the bit."""
+    """Run with and without a draft model, and assert bit-identical answers."""
     with engine(model, **(settings | {"num": 0})) as llm:
         plain = answers(llm)
     with engine(model, draft, **settings) as llm:
@@ -112,7 +112,7 @@ FORMATS: list[dict[str, Any]] = [
 
 @needs_core
 @pytest.mark.parametrize("settings", slow_but(FORMATS, FORMATS[3]), ids=str)
-def test_the_model_itself_is_always_right(settings: dict[str, Any]) -> None:
+def test_all_drafts_of_the_target_itself_are_accepted(settings: dict[str, Any]) -> None:
     counts = compared("demo", "demo", **settings)
     assert counts.tried == counts.right > 80
 
@@ -124,28 +124,28 @@ def test_the_model_itself_is_always_right(settings: dict[str, Any]) -> None:
         *("gpt2", "mistral", "deepseek_v3"),
     ),
 )
-def test_all_architectures(architecture: str) -> None:
+def test_all_drafts_are_accepted_in_each_architecture(architecture: str) -> None:
     model = checkpoint(architecture)
     counts = compared(model, model)
     assert counts.tried == counts.right > 80
 
 
-def test_another_model_is_wrong_now_and_then(tmp_path: Path) -> None:
-    """Its layers, heads and cache groups are others': one group, behind a group and a window."""
+def test_only_some_drafts_of_another_model_are_accepted(tmp_path: Path) -> None:
+    """The draft model has other layers, heads and cache groups than the target."""
     counts = compared(checkpoint("gemma2"), checkpoint("gpt2"))
     assert 0 < counts.right < counts.tried
     counts = compared(checkpoint("llama"), checkpoint("gemma2"))
     assert 0 < counts.right < counts.tried
 
 
-def test_for_a_model_whose_layers_remember_a_state() -> None:
+def test_drafts_do_not_change_answers_of_a_model_with_states() -> None:
     counts = compared(checkpoint("qwen3_5"), checkpoint("llama"))
     assert 0 < counts.right < counts.tried
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_other_backends(backend: str) -> None:
-    """Their sums are made in an order that depends on the step."""
+def test_other_backends_accept_most_drafts(backend: str) -> None:
+    """The order of their sums depends on the step."""
     model = checkpoint("gemma2")
     with engine(model, model, attention_backend=backend) as llm:
         counts = Counts(llm)
@@ -167,7 +167,7 @@ def test_other_backends(backend: str) -> None:
     ),
     ids=str,
 )
-def test_guesses_over_several_blocks_and_prompts_in_pieces(
+def test_drafts_over_several_blocks_and_chunked_prompts_are_accepted(
     architecture: str, settings: dict[str, Any]
 ) -> None:
     model = checkpoint(architecture)
@@ -178,9 +178,8 @@ def test_guesses_over_several_blocks_and_prompts_in_pieces(
 @pytest.mark.parametrize(
     ("pool", "mode"), in_turn([("llama", 11), ("gemma2", 16)], ["recompute", "swap"])
 )
-def test_short_of_memory(pool: tuple[str, int], mode: str) -> None:
-    """Guesses get no block for which anybody would have to give way; who gave way has them again
-    when it comes back."""
+def test_drafts_with_little_memory_do_not_change_answers(pool: tuple[str, int], mode: str) -> None:
+    """No row is preempted for blocks of draft tokens. A resumed row gets drafts again."""
     architecture, num_blocks = pool
     model = checkpoint(architecture)
     num_bytes = 2 * pool_bytes(model, num_blocks, 8, 4)
@@ -197,8 +196,8 @@ def test_short_of_memory(pool: tuple[str, int], mode: str) -> None:
     assert counts.preempted > 0
 
 
-def test_prefix_hits_hold_the_drafters_keys(tmp_path: Path) -> None:
-    """Also after a restart, from a disk."""
+def test_prefix_hits_include_the_keys_of_the_drafter(tmp_path: Path) -> None:
+    """This includes hits on a disk after a restart."""
     model, long = checkpoint("llama"), [list(range(70)), list(range(69)) + [1]]
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True)
     settings = {"kv_disk_dir": str(tmp_path / "blocks"), "max_model_len": 128}
@@ -211,8 +210,8 @@ def test_prefix_hits_hold_the_drafters_keys(tmp_path: Path) -> None:
         assert counts.right == counts.tried > 0
 
 
-def test_one_without_a_block_of_another_has_other_names(tmp_path: Path) -> None:
-    """A cache that one draft model has written is no other's."""
+def test_block_names_depend_on_the_draft_model(tmp_path: Path) -> None:
+    """An engine with another draft model, or none, does not read the cache of the first."""
     model, blocks = checkpoint("llama"), str(tmp_path / "blocks")
     params = SamplingParams(temperature=0.0, max_tokens=2)
     hits = []
@@ -223,9 +222,9 @@ def test_one_without_a_block_of_another_has_other_names(tmp_path: Path) -> None:
     assert hits == [0, 0, 0, 48]
 
 
-def test_a_drafter_that_may_rest_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing is guessed it computes nothing of an answer; then it catches up, in pieces
-    where it is too much for one pass, and is right again."""
+def test_paused_drafter_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While drafting pauses, the draft model computes no tokens. Then it catches up, in several
+    passes if necessary, and its drafts are accepted again."""
     model = checkpoint("llama")
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=70, ignore_eos=True)
     with engine(model) as llm:
@@ -249,7 +248,7 @@ def test_a_drafter_that_may_rest_catches_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert counts.right == counts.tried > 0
 
 
-def test_a_drafter_that_fails_ends_no_request(
+def test_failed_drafter_ends_no_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = checkpoint("llama")
@@ -268,8 +267,8 @@ def test_a_drafter_that_fails_ends_no_request(
     assert "a draft model failed and stops drafting for" in caplog.text
 
 
-def test_it_guesses_up_to_the_length_that_it_was_made_for(tmp_path: Path) -> None:
-    """Behind it there are no positions that it knows."""
+def test_drafts_end_at_the_draft_models_maximum_length(tmp_path: Path) -> None:
+    """The draft model has no positions after it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.support.models.reference_checkpoints.CONFIGS", dict(_short_gpt2()))
         short = write_checkpoint(tmp_path / "short", "gpt2", 97)
@@ -286,8 +285,8 @@ def _short_gpt2() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("draft", ["llama", "gemma2"])
-def test_memory_is_planned_for_it(draft: str) -> None:
-    """`fit`, the preview and the engine agree; its blocks are as many as the model's own."""
+def test_memory_plan_includes_the_draft_model(draft: str) -> None:
+    """`fit`, the preview and the engine agree. The drafter has as many blocks as the target."""
     config, source = config_of(
         checkpoint("qwen3"), checkpoint(draft), kv_cache_memory_bytes=1 << 20
     )
@@ -306,7 +305,7 @@ def test_memory_is_planned_for_it(draft: str) -> None:
     assert built.memory.num_blocks[0] < alone.memory.num_blocks[0]
 
 
-def test_guesses_have_blocks_of_their_own_behind_the_pool() -> None:
+def test_draft_tokens_have_spare_blocks_after_the_pool() -> None:
     config, source = config_of(checkpoint("qwen3"), checkpoint("llama"), num=9, block_size=4)
     built = build_runner(config, source)
     assert spare_blocks(built.config) == 3

@@ -61,7 +61,7 @@ def llm() -> Iterator[LLM]:
         yield found
 
 
-def test_a_row_is_the_same_alone_and_in_any_batch(
+def test_row_gives_equal_tokens_alone_and_in_any_batch(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = tokens(llm, *range(5))
@@ -72,14 +72,14 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
     for each in plain:
         each.dry_multiplier, each.xtc_probability, each.logits_processors = 0.0, 0.0, None
     for place, found in enumerate(tokens(llm, *range(5), params=plain)):
-        assert found[0] != together[place][0], "it does something"
+        assert found[0] != together[place][0], "the parameter has an effect"
     settings = {"block_size": 4, "disable_log_stats": True, "attention_backend": "torch"}
     monkeypatch.setattr(native, "core_for", lambda *tensors: None)
     with LLM(str(checkpoint("llama")), dtype="float32", pipeline_depth=2, **settings) as other:
         assert tokens(other, *range(5)) == together
 
 
-def test_dry_ends_a_repetition(llm: LLM) -> None:
+def test_dry_stops_a_repetition(llm: LLM) -> None:
     common: dict[str, Any] = {"temperature": 0.0, "logit_bias": {7: 30.0}}
     params = [
         seeded(**common),
@@ -95,7 +95,7 @@ def test_dry_ends_a_repetition(llm: LLM) -> None:
     assert later[:6] == [7] * 6 and later[6] != 7
 
 
-def test_processors_are_given_tokens_and_raw_logits_and_go_before_all_else(llm: LLM) -> None:
+def test_processors_get_tokens_and_raw_logits_and_run_first(llm: LLM) -> None:
     seen: list[tuple[list[int], list[int], int]] = []
 
     def with_prompt(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_processors_are_given_tokens_and_raw_logits_and_go_before_all_else(llm: 
     prompt = PROMPTS[1]["prompt_token_ids"]
     assert seen == [(prompt, [4] * i, 97) for i in range(10)]
     assert output.outputs[0].logprobs is not None
-    assert output.outputs[0].logprobs[0][4].logprob < -1, "of the raw logits"
+    assert output.outputs[0].logprobs[0][4].logprob < -1, "log-probabilities are of the raw logits"
 
 
 def raises(output: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_one_that_fails_ends_its_own_request_only(llm: LLM, kind: str) -> None:
+def test_failing_processor_ends_its_own_request_only(llm: LLM, kind: str) -> None:
     function, message = BAD[kind]
     params = [seeded(temperature=0.0, logits_processors=[favour(3), function]), ROWS[3], ROWS[0]]
     failed, *others = llm.generate([PROMPTS[0], PROMPTS[3], PROMPTS[0]], params, use_tqdm=False)
@@ -152,17 +152,17 @@ def test_one_that_fails_ends_its_own_request_only(llm: LLM, kind: str) -> None:
     ]
 
 
-def test_threads_that_hang_are_left_and_at_some_number_no_more_are_begun(
+def test_hanging_threads_are_abandoned_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(extras, "LIMIT_S", 0.05)
     monkeypatch.setattr(extras, "MAX_STUCK", 2)
-    calls, go_on = LogitsProcessors(), threading.Event()
+    calls, may_continue = LogitsProcessors(), threading.Event()
     ids: list[int] = []
 
     def waits(output: list[int], logits: torch.Tensor) -> torch.Tensor:
         ids.append(threading.get_ident())
-        go_on.wait(10)
+        may_continue.wait(10)
         return logits
 
     logits = torch.zeros(5)
@@ -172,10 +172,10 @@ def test_threads_that_hang_are_left_and_at_some_number_no_more_are_begun(
     assert len(set(ids)) == 2
     with pytest.raises(ProcessorError, match="2 calls before it"):
         calls.run(RowProcessors([favour(0)]), [1], [2], logits)
-    go_on.set()
+    may_continue.set()
     deadline = time.monotonic() + 10
     while any(thread.ident in ids for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "threads end when they are left"
+        assert time.monotonic() < deadline, "abandoned threads end"
         time.sleep(0.01)
     found = calls.run(RowProcessors([favour(0)]), [1], [2], logits)
     assert found.tolist() == [0, 100, 0, 0, 0]
@@ -200,22 +200,20 @@ def test_threads_that_hang_are_left_and_at_some_number_no_more_are_begun(
         ({"use_beam_search": True, "n": 2, "dry_multiplier": 1.0}, "dry_multiplier"),
     ],
 )
-def test_what_cannot_be_is_refused(params: dict[str, Any], field: str) -> None:
+def test_invalid_parameters_are_refused(params: dict[str, Any], field: str) -> None:
     with pytest.raises(RequestError, match=field) as raised:
         SamplingParams(**params)
     assert raised.value.field == field
 
 
-def test_names_that_are_not_allowed_are_refused(llm: LLM) -> None:
-    for asked in ("unheard-of", {"name": "unheard-of", "kwargs": {"a": 1}}):
+def test_unregistered_processor_names_are_refused(llm: LLM) -> None:
+    for unknown in ("unheard-of", {"name": "unheard-of", "kwargs": {"a": 1}}):
         with pytest.raises(RequestError, match="no logits processor 'unheard-of'"):
-            llm.generate([PROMPTS[0]], SamplingParams(logits_processors=[asked]), use_tqdm=False)
+            llm.generate([PROMPTS[0]], SamplingParams(logits_processors=[unknown]), use_tqdm=False)
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
-def test_a_function_goes_to_no_other_process_and_not_into_a_record(
-    tmp_path: Path, has_tokens: bool
-) -> None:
+def test_functions_are_neither_sent_nor_recorded(tmp_path: Path, has_tokens: bool) -> None:
     params = ROWS[3]
     limits = RequestLimits(97, 60, 20, 4, takes_functions=False)
     with pytest.raises(RequestError, match="cannot be sent to an engine in another process"):

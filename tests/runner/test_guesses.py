@@ -32,8 +32,8 @@ PARAMS = [
 
 
 class Oracle(StandIn):
-    """Knows the answers, and tells wrong ones as often as it is asked to: each of `num` guesses is
-    right with this probability."""
+    """A drafter that knows the answers. Each of `num` draft tokens is correct with the probability
+    `right`."""
 
     def __init__(self, answers: dict[Any, list[int]], num: int, right: float) -> None:
         self._answers, self._num, self._right = answers, num, right
@@ -46,9 +46,9 @@ class Oracle(StandIn):
             prompt = tuple(sequence.known_tokens[: sequence.num_prompt_tokens].tolist())
             at = sequence.num_output_tokens
             rest = self._answers[prompt, sequence.index][at : at + self._num]
-            guesses = [t if self._choose.random() < self._right else 7 for t in rest]
+            draft_ids = [t if self._choose.random() < self._right else 7 for t in rest]
             name, known = sequence.request.request_id, sequence.num_known_tokens
-            drafts.append(Draft(name, sequence.index, known, guesses))
+            drafts.append(Draft(name, sequence.index, known, draft_ids))
         return drafts
 
 
@@ -82,7 +82,7 @@ FORMATS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "settings", slow_but(FORMATS, FORMATS[0], FORMATS[3]), ids=lambda s: "-".join(s.values())
 )
-def test_no_guess_changes_an_answer(settings: dict[str, Any]) -> None:
+def test_drafts_do_not_change_answers(settings: dict[str, Any]) -> None:
     with engine(**settings) as llm:
         plain = answers(llm)
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -98,7 +98,7 @@ def test_no_guess_changes_an_answer(settings: dict[str, Any]) -> None:
             assert oracle.num_tried > 20
 
 
-def test_right_guesses_save_steps() -> None:
+def test_accepted_drafts_save_steps() -> None:
     with engine(dtype="float32") as llm:
         params = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True)
         [output] = llm.generate(PROMPTS[:1], params, use_tqdm=False)
@@ -112,8 +112,8 @@ def test_right_guesses_save_steps() -> None:
         assert scheduler.planner.next_step_id - before == 5
 
 
-def test_a_right_draft_with_no_token_after_it_is_the_last_that_counts() -> None:
-    """A grammar that ends, or that allows nothing, leaves no token to choose there."""
+def test_accepted_tokens_end_where_no_token_can_follow() -> None:
+    """A grammar that ends, or that allows no token, leaves no choice at that position."""
     drafts = RowDraft(3, np.array([5, 6, 7], np.int32)), RowDraft(1, np.array([8], np.int32))
     plan = Plan(
         0, rows=np.array([3, 1]), num_tokens=np.array([4, 2]), computed_bound=np.array([0, 0]),
@@ -124,12 +124,12 @@ def test_a_right_draft_with_no_token_after_it_is_the_last_that_counts() -> None:
     state = empty_rows(torch.device("cpu"), 4, 8, 1, 4)
     state.tokens_RM[3, 1:4], state.tokens_RM[1, 1] = torch.tensor([5, 6, 7]), 8
     rows, lengths = torch.tensor([3, 1]), torch.tensor([1, 1])
-    tries = DraftPositions(places.sampling, places.depths)
+    draft_positions = DraftPositions(places.sampling, places.depths)
     for chosen, counts in [
-        ([5, 8, 6, 7, 4, 2], [4, 2]),  # all drafts are right, and a token after each
+        ([5, 8, 6, 7, 4, 2], [4, 2]),  # all drafts are accepted, and a token follows each
         ([5, 8, 6, 9, 4, 2], [3, 2]),  # the third draft is wrong
         ([5, 8, 6, NO_TOKEN, 4, NO_TOKEN], [2, 1]),
         ([5, 8, NO_TOKEN, NO_TOKEN, NO_TOKEN, 2], [1, 2]),
     ]:
-        _, accepted = accept_drafts(state, rows, lengths, torch.tensor(chosen), tries)
+        _, accepted = accept_drafts(state, rows, lengths, torch.tensor(chosen), draft_positions)
         assert accepted.tolist() == counts, chosen

@@ -1,4 +1,4 @@
-"""The memory of a device and a step's need: dtype, workspace and the plan of the pool."""
+"""The memory of a device and the memory that a step needs: dtype, workspace and pool plan."""
 
 import dataclasses
 from pathlib import Path
@@ -51,14 +51,14 @@ def config_for(spec: ModelSpec, **settings: Any) -> EngineConfig:
         ("fpu", "float64", "cpu", "float64"),
     ],
 )
-def test_choose_dtype(
+def test_auto_dtype_depends_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
     flags: str,
     name: str,
     device: str,
     expected: str,
 ) -> None:
-    """What is asked for is taken; auto is the checkpoint's where this machine multiplies it."""
+    """A given dtype is used; auto is the checkpoint's dtype if this machine multiplies it."""
     monkeypatch.setattr(derive, "has_native_bfloat16", lambda: "bf16" in flags)
     monkeypatch.setattr(derive, "core", lambda: None)
     spec = shape("qwen3-0.6b")
@@ -67,14 +67,14 @@ def test_choose_dtype(
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "opt-125m"])
-def test_the_core_multiplies_all_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_multiplies_every_dtype(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derive, "has_native_bfloat16", lambda: False)
     monkeypatch.setattr(derive, "core", lambda: object())
     spec = shape(name)
     assert choose_dtype("auto", spec, "cpu") == spec.dtype
 
 
-def test_float16_is_float32_on_a_cpu_without_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_becomes_float32_on_a_cpu_without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derive, "has_native_bfloat16", lambda: True)
     monkeypatch.setattr(derive, "core", lambda: None)
     spec = shape("opt-125m")
@@ -91,8 +91,10 @@ def test_choose_device() -> None:
             choose_device("cuda")
 
 
-def test_limits_of_a_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its limit, less what it uses, where that is less than the machine has."""
+def test_available_memory_respects_the_control_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Available memory is the limit minus the usage, if that is less than the machine has."""
     monkeypatch.setattr(memory_plan, "CGROUP", tmp_path)
     system = memory_plan.available_cpu_bytes()
     assert system > 0
@@ -108,7 +110,7 @@ def test_limits_of_a_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert memory_plan.available_cpu_bytes() == 0
 
 
-def test_derived_settings() -> None:
+def test_unset_limits_are_derived_and_given_ones_kept() -> None:
     spec = shape("qwen3-0.6b")
     config = config_for(spec)
     assert config.model.max_model_len == spec.max_position
@@ -130,7 +132,7 @@ def plan_for(spec: ModelSpec, weights: int, free: int, **settings: Any) -> memor
     return plan_cpu_memory(config, spec, weights, free)
 
 
-def test_a_quarter_of_the_free_memory() -> None:
+def test_pool_gets_a_quarter_of_the_free_memory() -> None:
     spec = shape("qwen3-0.6b")
     plan = plan_for(spec, GIB, 16 * GIB, max_model_len=8192)
     block = spec.kv_bytes_per_token(4) * 16
@@ -140,7 +142,7 @@ def test_a_quarter_of_the_free_memory() -> None:
     assert plan.workspace_bytes == workspace_bytes(spec, 4, 256, 64)
 
 
-def test_less_than_a_quarter_if_the_weights_leave_less() -> None:
+def test_pool_gets_less_if_the_weights_leave_less() -> None:
     spec = shape("qwen3-0.6b")
     workspace = workspace_bytes(spec, 4, 256, 64)
     plan = plan_for(spec, 7 * GIB - workspace, 8 * GIB, max_model_len=2048)
@@ -148,14 +150,14 @@ def test_less_than_a_quarter_if_the_weights_leave_less() -> None:
     assert plan.num_blocks == (GIB // block,)
 
 
-def test_no_more_than_all_sequences_need() -> None:
+def test_pool_is_not_larger_than_all_sequences_need() -> None:
     spec = shape("qwen3-0.6b")
     plan = plan_for(spec, GIB, 64 * GIB, max_model_len=100, max_num_seqs=3)
     assert plan.num_blocks == (3 * 8,)  # 7 blocks for 100 tokens, and one to write into
 
 
-def test_a_given_pool_size_wins() -> None:
-    """Over the quarter, in both directions, but not over what is of use."""
+def test_given_pool_size_overrides_the_quarter() -> None:
+    """It may be smaller or larger, but never larger than all sequences need."""
     spec = shape("qwen3-0.6b")
     block = spec.kv_bytes_per_token(4) * 16
     settings = {"max_model_len": 160, "max_num_seqs": 1000}
@@ -183,9 +185,9 @@ def test_errors_say_what_to_do() -> None:
 # ---- max_model_len auto ----------------------------------------------------------------------
 
 
-def test_auto_is_what_fits_a_small_pool() -> None:
-    """Ten blocks: nine for tokens, one to write into. Without auto the model's limit is too long,
-    and the error says what would help."""
+def test_auto_length_is_the_longest_that_fits_the_pool() -> None:
+    """Of ten blocks, nine hold tokens and one is written into. Without auto, the model's limit is
+    too long, and the error suggests auto."""
     folder = checkpoint("llama")
     spec = load_spec(folder)
     pool = 10 * 8 * spec.kv_bytes_per_token(4)
@@ -203,7 +205,7 @@ def test_auto_is_what_fits_a_small_pool() -> None:
         assert built.memory.num_blocks == (10,)
 
 
-def test_auto_is_the_models_limit_where_that_fits() -> None:
+def test_auto_length_is_the_models_limit_if_it_fits() -> None:
     spec = shape("qwen3-0.6b")
     plan = plan_for(spec, GIB, 64 * GIB, max_model_len="auto", max_num_seqs=1)
     assert plan.max_model_len == spec.max_position
@@ -220,10 +222,8 @@ def test_auto_is_the_models_limit_where_that_fits() -> None:
 @pytest.mark.parametrize(
     ("seqs", "batched", "share"), [(3, 40, 13), (8, 5, 1), (1, 100, 63), (2, 1, 1)]
 )
-def test_the_worst_step_can_be_carried_out(
-    architecture: str, seqs: int, batched: int, share: int
-) -> None:
-    """All rows sample, with every filter on, and no row is longer than it may be."""
+def test_worst_case_step_runs(architecture: str, seqs: int, batched: int, share: int) -> None:
+    """All rows sample with every filter, and no row exceeds the maximum length."""
     folder = checkpoint(architecture)
     spec = load_spec(folder)
     config = config_for(spec, max_num_seqs=seqs, max_num_batched_tokens=batched, max_model_len=64)
@@ -240,15 +240,15 @@ def test_the_worst_step_can_be_carried_out(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "opt", "gpt2"])
-def test_the_workspace_is_an_upper_bound_of_the_large_tensors(architecture: str) -> None:
-    """The feed-forward layer's activations and the logits in float32 are within it."""
+def test_workspace_bounds_the_large_tensors(architecture: str) -> None:
+    """It holds the feed-forward layer's activations and the logits in float32."""
     spec = load_spec(checkpoint(architecture))
     for tokens, seqs in ((256, 64), (1, 1), (1, 500)):
-        least = 4 * (tokens * spec.intermediate_size * 2 + seqs * spec.vocab_size * 2)
-        assert workspace_bytes(spec, 4, tokens, seqs) >= least
+        min_bytes = 4 * (tokens * spec.intermediate_size * 2 + seqs * spec.vocab_size * 2)
+        assert workspace_bytes(spec, 4, tokens, seqs) >= min_bytes
 
 
-def test_build_runner_keeps_to_its_plan() -> None:
+def test_build_runner_uses_the_planned_memory() -> None:
     folder = checkpoint("mistral")
     config = config_from_flat(model=str(folder), dtype="float64", max_model_len=64, max_num_seqs=2)
     built = build_runner(config, resolve_model(str(folder)))
@@ -261,7 +261,7 @@ def test_build_runner_keeps_to_its_plan() -> None:
 
 
 class SharedGPU:
-    """Bytes of a GPU on which others have taken some, in the place of torch's functions."""
+    """A GPU whose memory other processes use in part; it replaces torch's functions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int, others: int) -> None:
         self.total, self.others, self.ours, self.peak = total, others, 0, 0
@@ -278,7 +278,7 @@ class SharedGPU:
             monkeypatch.setattr(torch.cuda, name, function)
 
     def plan(self, weights: int, workspace: int, graphs: int, **settings: Any) -> MemoryPlan:
-        """With a runner that takes so much when it runs."""
+        """Plan with a runner that needs these bytes."""
         spec = shape("llama-3.1-8b")
         settings = {"max_model_len": 8192, "dtype": "bfloat16"} | settings
         config = derive_config(config_from_flat(model="m", **settings), spec, "cuda")
@@ -303,27 +303,29 @@ FIXED = memory_plan.GPU_CONTEXT_BYTES + memory_plan.GPU_RESERVE_BYTES
 
 
 @pytest.mark.parametrize(("others", "utilization"), [(0, 0.9), (40 * GIB, 0.45), (60 * GIB, 0.2)])
-def test_the_share_of_a_gpu_is_ours_whatever_others_take(
+def test_gpu_share_does_not_depend_on_other_processes(
     others: int, utilization: float, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     gpu = SharedGPU(monkeypatch, 140 * GIB, others)
     found = gpu.plan(15 * GIB, 2 * GIB, 1 * GIB, gpu_memory_utilization=utilization)
-    wanted = int(140 * GIB * utilization) - 18 * GIB - FIXED
-    assert wanted - (4 << 20) < found.pool_bytes <= wanted
+    planned = int(140 * GIB * utilization) - 18 * GIB - FIXED
+    assert planned - (4 << 20) < found.pool_bytes <= planned
     assert (found.workspace_bytes, found.graph_bytes) == (2 * GIB, 1 * GIB)
     assert "graphs 1,024 MiB" in found.describe()
     assert not caplog.messages
 
 
-def test_what_others_have_taken_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_pool_shrinks_if_other_processes_use_the_share(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     gpu = SharedGPU(monkeypatch, 140 * GIB, 100 * GIB)
     found = gpu.plan(15 * GIB, 2 * GIB, 0, gpu_memory_utilization=0.9)
-    wanted = 40 * GIB - 17 * GIB - memory_plan.GPU_RESERVE_BYTES
-    assert wanted - (4 << 20) < found.pool_bytes <= wanted
+    planned = 40 * GIB - 17 * GIB - memory_plan.GPU_RESERVE_BYTES
+    assert planned - (4 << 20) < found.pool_bytes <= planned
     assert "more than the free GPU memory" in caplog.text
 
 
-def test_a_step_that_does_not_fit_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_does_not_fit_names_the_setting_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SharedGPU(monkeypatch, 140 * GIB, 124 * GIB)
     with pytest.raises(OutOfMemory, match=r"8192 tokens.*a GPU.*Lower max_num_batched_tokens"):
         gpu.plan(15 * GIB, 2 * GIB, 0)
@@ -334,7 +336,7 @@ def test_a_step_that_does_not_fit_names_what_to_change(monkeypatch: pytest.Monke
 SHARED = {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}
 
 
-def test_ranks_that_deal_out_tokens_hold_twice_as_many() -> None:
+def test_context_parallel_ranks_hold_twice_as_many_tokens() -> None:
     spec = shape("qwen3-0.6b")  # 8 heads of keys and values
     spec = dataclasses.replace(spec, num_kv_heads=4)
     alone = config_for(spec, tensor_parallel_size=8, kv_cache_memory_bytes=GIB)
@@ -355,13 +357,13 @@ def test_ranks_that_deal_out_tokens_hold_twice_as_many() -> None:
         ({**SHARED, "block_size": 3}, "does not divide block_size=3"),
     ],
 )
-def test_who_cannot_deal_out_tokens(settings: dict[str, Any], words: str) -> None:
+def test_invalid_context_parallel_sizes_are_refused(settings: dict[str, Any], words: str) -> None:
     spec = dataclasses.replace(shape("qwen3-0.6b"), num_kv_heads=4)
     with pytest.raises(ConfigError, match=words):
         config_for(spec, **settings)
 
 
-def test_description() -> None:
+def test_plan_describes_itself_in_one_line() -> None:
     plan = MemoryPlan(100 * MIB, 5 * MIB, 2 * MIB, 30 * MIB, (1000, 50), 16, 4000)
     assert plan.num_slots == 16_000
     assert plan.describe() == (

@@ -40,7 +40,7 @@ def build(backend: str, depth: int) -> BuiltRunner:
 
 
 def scheduler_of(built: BuiltRunner, names: Set[str] = frozenset()) -> Scheduler:
-    """With requests: three that are masked by some tests, three that ask for this and that."""
+    """Return a scheduler with requests: three that some tests mask, and three plain ones."""
     scheduler = make_scheduler(built, resolve_model(str(checkpoint("llama")), None))
     kinds = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"presence_penalty": 1.0}]
     for kind in "mp":
@@ -53,7 +53,7 @@ def scheduler_of(built: BuiltRunner, names: Set[str] = frozenset()) -> Scheduler
 
 
 def drive(built: BuiltRunner, depth: int, masked: Set[str], names: Set[str] = frozenset()) -> Found:
-    """Tokens and the bits of their candidates."""
+    """Return the tokens and the bits of their candidates."""
     scheduler, in_flight, found = scheduler_of(built, names), deque[Any](), Found()
     vocab_size = built.runner.sampler.vocab_size
     while scheduler.has_work:
@@ -84,7 +84,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_rows_without_a_mask_have_the_same_bits_beside_rows_with_one(
+def test_rows_without_masks_have_the_same_bits_next_to_masked_rows(
     backend: str, depth: int
 ) -> None:
     built = build(backend, depth)
@@ -99,19 +99,21 @@ def test_rows_without_a_mask_have_the_same_bits_beside_rows_with_one(
         first = 4 + 7 * int(name[1])
         for i, (token, _) in enumerate(tokens):
             assert allowed(name, 0, first + i, vocab_size)[token]
-    if backend == "auto":  # whose bits do not depend on the batch
+    if backend == "auto":  # the core's bits do not depend on the batch
         alone = drive(built, depth, frozenset(), {"p0", "p1", "p2"})
         assert alone == {name: found[name] for name in alone}
 
 
-def test_the_runner_waits_between_logits_and_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runner_waits_for_masks_between_logits_and_sampling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     built = build("auto", 1)
     scheduler = scheduler_of(built, {"m0"})
     plan = scheduler.schedule(0.0).plan
     assert plan is not None
-    plan, kept = with_masks(scheduler, plan, MASKED, built.runner.sampler.vocab_size)
-    assert kept is not None
-    expected = built.runner.run(plan, kept)
+    plan, full_promise = with_masks(scheduler, plan, MASKED, built.runner.sampler.vocab_size)
+    assert full_promise is not None
+    expected = built.runner.run(plan, full_promise)
     promise, has_logits = MaskPromise(), threading.Event()
     logits = built.runner.model.logits
     monkeypatch.setattr(
@@ -123,14 +125,14 @@ def test_the_runner_waits_between_logits_and_sampling(monkeypatch: pytest.Monkey
     assert has_logits.wait(10)
     thread.join(0.1)
     assert thread.is_alive() and not results
-    promise.put(kept.wait())
+    promise.put(full_promise.wait())
     thread.join(10)
     assert results[0].token_ids.tolist() == expected.token_ids.tolist()
     assert results[0].duration_s > 0
 
 
 def before_a_mixed_plan() -> tuple[BuiltRunner, Plan, MaskPromise]:
-    """A runner that has carried out all plans before one that samples rows of both kinds."""
+    """Return a runner that has run all plans before the first one with masked and plain rows."""
     built = build("auto", 1)
     scheduler = scheduler_of(built)
     while True:
@@ -143,14 +145,14 @@ def before_a_mixed_plan() -> tuple[BuiltRunner, Plan, MaskPromise]:
         scheduler.update(built.runner.run(plan, promise), 0.0)
 
 
-def test_a_plan_in_parts_takes_its_rows_masks_from_the_same_promise() -> None:
+def test_parts_of_a_plan_share_its_mask_promise() -> None:
     built, plan, promise = before_a_mixed_plan()
     whole = built.runner.run(plan, promise)
     built, plan, promise = before_a_mixed_plan()
     parts = []
     for i, rows in enumerate((plan.rows[:1], plan.rows[1:3], plan.rows[3:])):
         part = restrict(plan, rows)
-        if i == 1:  # also if nobody has told which of the masked rows are left
+        if i == 1:  # also if the part has the masked_rows of the whole plan
             part = part.replace(masked_rows=plan.masked_rows)
         parts.append((part, built.runner.run(part, promise)))
     combined = combine(plan, parts)

@@ -1,4 +1,4 @@
-"""A model's program in the C++ core against its operations; and the bits of its logits."""
+"""A model's program in the C++ core equals its operations; the bits of its logits are stable."""
 
 from pathlib import Path
 from typing import Any
@@ -61,18 +61,18 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("variant", one_of_each_kind("mistral", "qwen3_5", "opt", "qwen3"))
-def test_a_program_computes_what_the_operations_compute(variant: str, tmp_path: Path) -> None:
+def test_program_equals_the_operations(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
-    wanted = run_paged(model, checkpoint.spec, SEQUENCES, WHOLE, backend="torch")
-    got = run_paged(model, checkpoint.spec, SEQUENCES, CUTS, backend="cpu", native=True)
-    # Beside float64, both are off by up to 6e-5 where a memory goes through all tokens.
+    expected = run_paged(model, checkpoint.spec, SEQUENCES, WHOLE, backend="torch")
+    result = run_paged(model, checkpoint.spec, SEQUENCES, CUTS, backend="cpu", native=True)
+    # Compared to float64, both are off by up to 6e-5 if a state passes through all tokens.
     has_states = any(group.kind == STATE for group in checkpoint.spec.cache_groups)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1.2e-4 if has_states else 3e-5)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1.2e-4 if has_states else 3e-5)
 
 
 class SomeOperations:
-    """Those that the models above have not, one after the other."""
+    """The operations that the models above lack, one after another."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(4)
@@ -100,8 +100,8 @@ class SomeOperations:
         return hidden_RD
 
 
-def test_a_program_has_each_operation() -> None:
-    """Layers in turn with and without a window."""
+def test_program_supports_each_operation() -> None:
+    """Layers alternate between full attention and a window."""
     groups = CacheGroup("full", (0, 2), 1, 4, None), CacheGroup("window", (1,), 1, 4, 7)
     model, ids = SomeOperations(), torch.tensor(random_tokens(90)[0])
     found = []
@@ -118,8 +118,8 @@ def test_a_program_has_each_operation() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-5)
 
 
-def test_phases_are_timed_where_it_is_asked_for() -> None:
-    """Each instruction is in one phase; what was measured is forgotten with the next time."""
+def test_phases_are_timed_on_request() -> None:
+    """Each instruction is in one phase. A new measurement resets the times."""
     groups = CacheGroup("full", (0, 2), 1, 4, None), CacheGroup("window", (1,), 1, 4, 7)
     backend = make_backend("cpu", KVLayout(groups, (24, 24), 4, torch.float32, CPU))
     model, ids = NativeModel(SomeOperations(), backend), torch.tensor(random_tokens(40)[0])
@@ -140,9 +140,9 @@ def test_phases_are_timed_where_it_is_asked_for() -> None:
     assert sum(seconds for _, seconds in model.compiled.phase_times()) == 0
 
 
-class StatesBesideAttention:
-    """A layer that remembers a state, of which convolution, delta rule and gates read columns of
-    one product; then attention with a gate. only_core: without what torch rounds in another way."""
+class StatesAndAttention:
+    """A layer with a state, whose convolution, delta rule and gates read columns of one product,
+    then attention with a gate. only_core: without operations that torch rounds differently."""
 
     HEADS = DeltaHeads(keys=2, values=4, key_dim=8, value_dim=12)
     WIDTH, SIZE = 3, 48
@@ -180,9 +180,9 @@ class StatesBesideAttention:
 
 
 @pytest.mark.parametrize("only_core", [True, False])
-def test_layers_with_states_in_a_program(only_core: bool) -> None:
-    """Beside the operations: the same bits where the core computes them too, else close."""
-    model = StatesBesideAttention(only_core)
+def test_program_with_layer_states_equals_the_operations(only_core: bool) -> None:
+    """The bits are equal if the core computes the operations; otherwise the values are close."""
+    model = StatesAndAttention(only_core)
     heads = model.HEADS
     size = heads.channels * (model.WIDTH - 1) + heads.memory_size
     groups = CacheGroup(STATE, (0,), state_size=size), CacheGroup("full", (1,), 1, 12)
@@ -203,7 +203,7 @@ def test_layers_with_states_in_a_program(only_core: bool) -> None:
 
 
 class ExpertsOfManyFormats:
-    """A mixture each expert of which is stored in another way."""
+    """A mixture whose experts are stored in different formats."""
 
     NUMBER, SIZE, INNER = 4, 64, 96
 
@@ -251,23 +251,23 @@ def test_experts_may_differ_in_format_and_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "most"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)], ids=str
+    ("dtype", "max_error"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)], ids=str
 )
-def test_it_rounds_less_than_the_operations(
-    dtype: torch.dtype, most: float, tmp_path: Path
+def test_program_rounds_less_than_the_operations(
+    dtype: torch.dtype, max_error: float, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, "llama")
     exact = load_model(tmp_path, checkpoint.spec, torch.float64, CPU)
-    wanted = torch.cat(run_paged(exact, checkpoint.spec, SEQUENCES, WHOLE, dtype=torch.float64))
+    expected = torch.cat(run_paged(exact, checkpoint.spec, SEQUENCES, WHOLE, dtype=torch.float64))
     model = load_model(tmp_path, checkpoint.spec, dtype, CPU)
     errors = []
     for native in (False, True):
-        got = run_paged(
+        result = run_paged(
             model, checkpoint.spec, SEQUENCES, WHOLE, backend="cpu", dtype=dtype, native=native
         )
-        errors.append(((torch.cat(got).double() - wanted).norm() / wanted.norm()).item())
+        errors.append(((torch.cat(result).double() - expected).norm() / expected.norm()).item())
     by_operations, by_program = errors
-    assert by_program < min(by_operations, most)
+    assert by_program < min(by_operations, max_error)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +305,8 @@ def test_logits_have_the_same_bits_alone_batched_and_chunked(
         assert all(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
 
 
-def test_a_layer_has_ten_phases(tmp_path: Path) -> None:
-    """Four products, one attention, and what is done with rows between them."""
+def test_layer_has_ten_phases(tmp_path: Path) -> None:
+    """A layer has four products, one attention, and row operations between them."""
     checkpoint = write_checkpoint(tmp_path, "qwen3_tied")
     model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
     draft, size = trace(model)
@@ -321,8 +321,8 @@ def test_a_layer_has_ten_phases(tmp_path: Path) -> None:
     assert max(trace(quantised)[0].phases) + 1 == 10 * layers + 1
 
 
-def test_beside_the_core_torch_has_one_thread(tmp_path: Path) -> None:
-    """While a model runs operation by operation whose products are the core's."""
+def test_torch_uses_one_thread_alongside_the_core(tmp_path: Path) -> None:
+    """This holds while a model runs operation by operation with the core's products."""
     checkpoint = write_checkpoint(tmp_path, "llama")
     model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
     model.layers[0].mlp.register_forward_hook(lambda _mlp, _inputs, x: soft_cap(x, 1e9))
@@ -340,7 +340,7 @@ def test_beside_the_core_torch_has_one_thread(tmp_path: Path) -> None:
         torch.set_num_threads(before)
 
 
-def test_what_cannot_be_traced_runs_by_operations(
+def test_untraceable_model_runs_by_operations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, "llama")

@@ -35,7 +35,7 @@ VOCAB, SIZE, INNER, RANKS = 50, 48, 64, 2
 
 
 class SharedLayers:
-    """Some layers of a linear product that ranks share by its inputs, with a sum behind each."""
+    """Layers of a linear product whose inputs ranks share, each followed by a sum."""
 
     def __init__(self, group: RankGroup, packs: bool = True) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -74,7 +74,7 @@ def run_some(model: object, backend: AttentionBackend, ids: torch.Tensor) -> tor
     return found
 
 
-def test_sums_of_ranks_are_instructions(tmp_path: Path) -> None:
+def test_sums_over_ranks_are_instructions(tmp_path: Path) -> None:
     ids = torch.arange(29) % VOCAB
 
     def work(rank: int) -> torch.Tensor:
@@ -90,16 +90,16 @@ def test_sums_of_ranks_are_instructions(tmp_path: Path) -> None:
         first, second = pool.map(work, range(RANKS))
     assert torch.equal(first, second)
     alone = SharedGroup(str(tmp_path / "alone"), 0, 1)
-    wanted = run_some(SharedLayers(alone), backend_of("reference"), ids)
-    torch.testing.assert_close(first, wanted, rtol=1e-5, atol=1e-5)
+    expected = run_some(SharedLayers(alone), backend_of("reference"), ids)
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "variant", ["llama_tied", "olmo2_biases", "qwen3_next", "gpt_oss", "gemma2", "opt_350m"]
 )
-def test_models_of_ranks_are_programs(variant: str, tmp_path: Path) -> None:
+def test_models_of_several_ranks_run_as_programs(variant: str, tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
-    (wanted,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group))
+    (expected,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group))
 
     def work(rank: int) -> list[torch.Tensor]:
         group = SharedGroup(str(tmp_path / "ranks"), rank, RANKS, timeout_s=60)
@@ -107,11 +107,11 @@ def test_models_of_ranks_are_programs(variant: str, tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(RANKS) as pool:
         for found in pool.map(work, range(RANKS)):
-            for one_TV, other_TV in zip(wanted, found, strict=True):
+            for one_TV, other_TV in zip(expected, found, strict=True):
                 torch.testing.assert_close(other_TV.double(), one_TV, rtol=1e-4, atol=1e-4)
 
 
-def test_a_step_ends_where_another_rank_gives_up(tmp_path: Path) -> None:
+def test_step_fails_if_another_rank_aborts(tmp_path: Path) -> None:
     groups = [SharedGroup(str(tmp_path / "ranks"), rank, RANKS, timeout_s=30) for rank in (0, 1)]
     ids, is_traced = torch.arange(5), threading.Barrier(RANKS)
 
@@ -130,7 +130,7 @@ def test_a_step_ends_where_another_rank_gives_up(tmp_path: Path) -> None:
 
 
 class SharedExperts:
-    """A mixture of four experts, of which a rank has two; the router is whole."""
+    """A mixture of four experts, two on each rank; each rank has the whole router."""
 
     def __init__(self, group: RankGroup) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -167,16 +167,16 @@ def test_experts_of_other_ranks_are_skipped(tmp_path: Path) -> None:
         found = torch.cat([run_some(run, backend, part) for part in ids.split([27, 1, 1])])
         return found, run.expert_pairs
 
-    wanted, all_pairs = work((0, 1))
+    expected, all_pairs = work((0, 1))
     assert all_pairs == 2 * len(ids)
     with ThreadPoolExecutor(RANKS) as pool:
         (first, some), (second, others) = pool.map(work, [(0, 2), (1, 2)])
     assert torch.equal(first, second) and some + others == all_pairs and some and others
-    torch.testing.assert_close(first, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_part_of_a_table_has_zeros_for_other_ids(tmp_path: Path) -> None:
-    """Plain and packed."""
+def test_part_of_an_embedding_gives_zeros_for_other_ids(tmp_path: Path) -> None:
+    """The table is plain or packed."""
     table, ids = torch.randn(10, SIZE), torch.tensor([3, 0, 9, 4, 5])
     for part in (table[4:8].clone(), pack_weight(table[4:8].clone())):
         backend = backend_of("cpu")

@@ -32,7 +32,7 @@ MAX_LEN = 40
 
 
 class Bench:
-    """A sampler over rows, whose tokens are random behind those that they start with."""
+    """A sampler over rows whose tokens are random after their first ones."""
 
     def __init__(
         self, vocab_size: int = VOCAB, device: str = "cpu", group: RankGroup = ALONE
@@ -95,7 +95,7 @@ class Bench:
         moved: int = 0,
         masks: TokenMasks | None = None,
     ) -> "Sampled":
-        """By a step of these rows; `moved`: as if they had so many tokens more."""
+        """Sample these rows in one step, as if each had `moved` more tokens."""
         which, ones = np.array(rows, np.int32), np.ones(len(rows), np.int32)
         sampler = self.sampler
         self.rows.state.computed_R[list(rows)] = torch.from_numpy(self.lengths[which] - 1).to(
@@ -165,7 +165,7 @@ ROWS = {
 }
 
 
-def test_a_row_is_the_same_alone_and_in_any_batch():
+def test_row_gives_equal_tokens_alone_and_in_any_batch():
     bench = Bench()
     for row, settings in ROWS.items():
         bench.start(row, seed=row, **settings)
@@ -187,7 +187,7 @@ def test_logits_are_not_changed():
     assert torch.equal(logits, before)
 
 
-def test_greedy_of_16_bit_logits_takes_the_lowest_id():
+def test_greedy_ties_take_the_lowest_id():
     bench = Bench()
     bench.start(2, **GREEDY)
     logits = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
@@ -195,7 +195,7 @@ def test_greedy_of_16_bit_logits_takes_the_lowest_id():
     assert bench.sample(logits, 2).token_ids_N.tolist() == [40]
 
 
-def test_the_seed_decides():
+def test_seed_determines_the_tokens():
     bench = Bench()
     logits = random_logits(1).expand(4, VOCAB)
     for row, seed in enumerate((5, 5, 6, -(2**63))):
@@ -211,7 +211,7 @@ def test_the_seed_decides():
     assert len({tuple(text) for text in first}) == 3
 
 
-def test_seeds_above_63_bits_are_taken():
+def test_seeds_above_63_bits_are_accepted():
     bench = Bench()
     bench.start(0, seed=2**64 - 1, temperature=2.0)
     bench.start(1, seed=-1, temperature=2.0)
@@ -219,7 +219,7 @@ def test_seeds_above_63_bits_are_taken():
     assert tokens[0] == tokens[1]
 
 
-def test_distribution_over_positions():
+def test_samples_follow_the_filtered_distribution():
     settings = {"temperature": 1.3, "top_k": 30, "top_p": 0.9}
     bench = Bench()
     bench.start(0, **settings)
@@ -264,7 +264,7 @@ def test_allowed_token_ids(settings):
     assert chosen == {3, 90}
 
 
-def test_min_tokens_masks_what_ends_the_sequence():
+def test_min_tokens_masks_stop_tokens():
     logits = random_logits(1)
     order = oracle.falling_order(logits[0].numpy())
     stop = (order[0], order[1])
@@ -302,8 +302,8 @@ def test_bad_words_of_one_token():
     assert bench.sample(logits, 0).token_ids_N.tolist() == [order[2]]
 
 
-def test_requests_of_a_repeated_step_are_found_once():
-    """Until a row starts, ends or forks: the same rows may then request other features."""
+def test_requests_of_a_repeated_step_are_cached():
+    """The cache ends when a row starts, ends or forks: its features may then change."""
     bench, rows = Bench(), np.array([0, 1], np.int32)
     sampler = bench.sampler
     bench.start(0, **GREEDY)
@@ -327,7 +327,7 @@ def test_requests_of_a_repeated_step_are_found_once():
     assert sampler.needs(sampler.requested(rows)).edits is None
 
 
-def test_logprobs_are_those_of_the_raw_logits():
+def test_logprobs_are_of_the_raw_logits():
     bench = Bench()
     bench.start(0, temperature=1.7, top_k=4, logit_bias={5: 100.0}, logprobs=4)
     bench.start(1, **GREEDY, logprobs=0)
@@ -347,7 +347,7 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert sampled.token_ids_N[2] == 5
 
 
-def test_prompt_logprobs():
+def test_prompt_logprobs_are_ranked_log_softmax():
     logits, targets = random_logits(6), torch.arange(6) * 9
     expected = torch.log_softmax(logits.double(), dim=-1).numpy()
     for count in (0, 3, VOCAB):
@@ -362,7 +362,7 @@ def test_prompt_logprobs():
 
 
 @pytest.mark.parametrize("settings", [GREEDY, {}, {"top_p": 0.5}, {"top_k": 3, "logprobs": 2}])
-def test_rows_without_finite_logits_get_an_error_and_harm_no_other(settings):
+def test_rows_with_nonfinite_logits_fail_alone(settings):
     bench = Bench()
     for row in range(5):
         bench.start(row, seed=row, **settings)
@@ -379,7 +379,7 @@ def test_rows_without_finite_logits_get_an_error_and_harm_no_other(settings):
     assert set(sampled.candidates) == ({4} if "logprobs" in settings else set())
 
 
-def test_masks_that_leave_nothing_give_an_error():
+def test_allowed_and_bad_words_that_exclude_all_tokens_fail():
     bench = Bench()
     bench.start(0, allowed_token_ids=[4], bad_words=((4,),), **GREEDY)
     bench.start(1, **GREEDY)
@@ -387,7 +387,7 @@ def test_masks_that_leave_nothing_give_an_error():
     assert list(errors) == [0] and "allowed_token_ids" in errors[0]
 
 
-def test_a_row_that_starts_again_forgets():
+def test_restarted_row_drops_its_old_parameters():
     bench = Bench()
     bench.start(0, logit_bias={5: 100.0}, presence_penalty=2.0, logprobs=3, top_k=1)
     bench.sampler.release_rows(np.array([0], np.int32))
@@ -409,37 +409,37 @@ def test_parts_change_the_edited_logits_before_tokens_are_chosen() -> None:
     assert bench.sample(torch.zeros(1, VOCAB), 0).token_ids_N.tolist() == [7]
 
 
-class HeardRows(SamplingFeature):
-    """A feature that notes which rows it hears of."""
+class RowEvents(SamplingFeature):
+    """A feature that notes its notifications of rows."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.events: list[str] = []
 
     def start(self, start: RowStart) -> None:
-        self.heard.append(f"start {start.row}")
+        self.events.append(f"start {start.row}")
 
     def copy(self, parent: int, child: int) -> None:
-        self.heard.append(f"copy {parent} {child}")
+        self.events.append(f"copy {parent} {child}")
 
     def release(self, row: int) -> None:
-        self.heard.append(f"release {row}")
+        self.events.append(f"release {row}")
 
 
-def test_features_hear_only_of_rows_that_request_something_of_them():
-    bench, feature = Bench(), HeardRows()
+def test_features_are_notified_only_of_rows_that_request_them():
+    bench, feature = Bench(), RowEvents()
     bench.sampler.features.append(feature)
     bench.start(0, temperature=0.7, top_p=0.9)
     bench.fork(0, 1, sample_index=1)
     bench.sampler.release_rows(np.array([0, 1], np.int32))
-    assert feature.heard == []
+    assert feature.events == []
     bench.start(2, logprobs=1, **GREEDY)
     bench.fork(2, 3, sample_index=1)
     bench.start(2, **GREEDY)  # another sequence takes the row
     bench.sampler.release_rows(np.array([2, 3], np.int32))
-    assert feature.heard == ["start 2", "copy 2 3", "release 2", "release 3"]
+    assert feature.events == ["start 2", "copy 2 3", "release 2", "release 3"]
     bench.start(0, **GREEDY)
     bench.fork(0, 3, sample_index=1)
-    assert len(feature.heard) == 4
+    assert len(feature.events) == 4
 
 
 @pytest.mark.parametrize(
@@ -451,11 +451,11 @@ def test_features_hear_only_of_rows_that_request_something_of_them():
         {"logprobs": 0, "logprob_token_ids": [1]},
     ],
 )  # fmt: skip
-def test_features_hear_of_rows_that_request(params):
-    bench, feature = Bench(), HeardRows()
+def test_each_feature_parameter_notifies_the_feature(params):
+    bench, feature = Bench(), RowEvents()
     bench.sampler.features.append(feature)
     bench.start(1, **params)
-    assert feature.heard == ["start 1"]
+    assert feature.events == ["start 1"]
 
 
 def test_copied_row_samples_as_its_parent_with_its_own_noise():
@@ -472,7 +472,7 @@ def test_copied_row_samples_as_its_parent_with_its_own_noise():
 
 
 def masks_of(allowed: dict[int, set[int]], errors: dict[int, str] | None = None) -> TokenMasks:
-    """Of rows, in another order than theirs."""
+    """Return masks of rows, in falling order of the rows."""
     rows = sorted(allowed, reverse=True)
     words = words_of([allowed[row] for row in rows], 4).numpy()[:, None]
     return TokenMasks(np.array(rows, np.int32), words, errors or {})
@@ -480,13 +480,13 @@ def masks_of(allowed: dict[int, set[int]], errors: dict[int, str] | None = None)
 
 @pytest.fixture(params=["core", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What masks and chooses on a CPU."""
+    """Mask and choose tokens by the C++ core, or by torch."""
     if request.param == "torch":
         monkeypatch.setattr(native, "core_for", lambda *tensors: None)
     return request.param
 
 
-def test_masked_rows_choose_what_is_allowed_and_others_as_they_do_alone(path: str) -> None:
+def test_masks_restrict_their_rows_and_no_others(path: str) -> None:
     bench = Bench()
     for row, settings in ROWS.items():
         bench.start(row, seed=row, **settings)
@@ -500,7 +500,7 @@ def test_masked_rows_choose_what_is_allowed_and_others_as_they_do_alone(path: st
     for row, each in enumerate(alone):
         if row not in allowed or row == 7:
             assert found[row] == int(each.token_ids_N)
-        if row in each.candidates:  # raw, whatever is allowed
+        if row in each.candidates:  # of the raw logits, regardless of the mask
             raw, mine = each.candidates[row], together.candidates[row]
             assert raw.token_ids[1:].tolist() == mine.token_ids[1:].tolist()
             assert raw.logprobs[1:].tobytes() == mine.logprobs[1:].tobytes()
@@ -510,7 +510,7 @@ def test_masked_rows_choose_what_is_allowed_and_others_as_they_do_alone(path: st
     assert found[0] == greedy
 
 
-def test_filters_work_on_what_is_allowed(path: str) -> None:
+def test_filters_apply_to_allowed_tokens(path: str) -> None:
     bench = Bench()
     bench.start(0, temperature=2.0, top_k=2)
     bench.start(1, temperature=2.0, top_k=2, allowed_token_ids=[3, 8, 20, 21, 22])
@@ -524,7 +524,7 @@ def test_filters_work_on_what_is_allowed(path: str) -> None:
     assert set(chosen[1]) < {8, 20, 22} and len(set(chosen[1])) == 2
 
 
-def test_a_mask_that_leaves_nothing_is_the_fault_of_its_request(path: str) -> None:
+def test_mask_without_tokens_fails_its_request(path: str) -> None:
     bench = Bench()
     bench.start(0, **GREEDY, logprobs=2)
     bench.start(1, **GREEDY)
@@ -557,16 +557,16 @@ def test_masked_beams_have_allowed_candidates_with_raw_logprobs(path: str) -> No
     assert found[2].logprobs[3:].tolist() == [-np.inf]
 
 
-def test_logits_are_copied_for_masks_only_where_they_are_wanted_raw() -> None:
+def test_masks_change_logits_in_place_unless_raw_ones_are_requested() -> None:
     bench = Bench()
     bench.start(0, **GREEDY)
     logits = random_logits(1)
     bench.sample(logits, 0, masks=masks_of({0: {3}}))
-    assert logits.isfinite().sum() == 1, "they were masked where they stand"
+    assert logits.isfinite().sum() == 1, "they were masked in place"
 
 
 @pytest.mark.gpu
-def test_cuda_chooses_the_same():
+def test_cuda_chooses_the_tokens_of_the_cpu():
     logits = random_logits(MAX_ROWS, 5000)
     chosen = []
     for device in ("cpu", "cuda"):
@@ -577,7 +577,7 @@ def test_cuda_chooses_the_same():
     assert chosen[0] == chosen[1]
 
 
-def test_one_row_that_wants_all_logprobs_makes_the_step_compute_all() -> None:
+def test_row_with_all_logprobs_widens_the_whole_step() -> None:
     bench = Bench()
     for row, logprobs in enumerate((None, 3, -1)):
         bench.start(row, temperature=0.0, logprobs=logprobs)

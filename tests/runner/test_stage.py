@@ -1,4 +1,4 @@
-"""Rows that cross from a stage to the next through a socket."""
+"""Rows that a stage sends to the next one through a socket."""
 
 import socket
 import threading
@@ -11,8 +11,8 @@ from quire.runner.stage import SocketLink
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_is_sent_is_received(dtype: torch.dtype) -> None:
-    """More than a socket holds, nothing, and plans that failed, in their order."""
+def test_receiver_gets_rows_and_failures_in_order(dtype: torch.dtype) -> None:
+    """The rows exceed the socket's buffer; None stands for a failed plan."""
     one, other = socket.socketpair()
     sender, receiver = SocketLink(one), SocketLink(other)
     rows = [torch.randn(num, 192, dtype=torch.float64).to(dtype)[:, ::2] for num in (5000, 1, 7)]
@@ -25,7 +25,7 @@ def test_what_is_sent_is_received(dtype: torch.dtype) -> None:
     thread.join()
 
 
-def test_a_stage_that_is_gone() -> None:
+def test_ended_stage_raises_rank_lost() -> None:
     one, other = socket.socketpair()
     other_link = SocketLink(other)
     one.close()

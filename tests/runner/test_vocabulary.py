@@ -1,4 +1,4 @@
-"""Ranks that have a part of the vocabulary each choose what one rank chooses."""
+"""Ranks that each have a part of the vocabulary choose the tokens that one rank chooses."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ MORE = {
 
 
 def part_of(logits_NV: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """What a rank has of the logits, filled up with what would be chosen."""
+    """Return a rank's part of the logits, padded with values that sampling would choose."""
     width = -(-logits_NV.shape[1] // size)
     mine = logits_NV[:, rank * width : (rank + 1) * width]
     return torch.nn.functional.pad(mine, (0, width - mine.shape[1]), value=1e9)
@@ -48,17 +48,17 @@ def sampled(
 def check(
     rows: list[dict], logits_NV: torch.Tensor, size: int, masks: TokenMasks | None = None
 ) -> Sampled:
-    wanted = sampled(None, rows, logits_NV, masks)
+    expected = sampled(None, rows, logits_NV, masks)
     for found in run_ranks(size, lambda group: sampled(group, rows, logits_NV, masks)):
-        assert torch.equal(found.token_ids_N, wanted.token_ids_N)
-        assert found.candidates.keys() == wanted.candidates.keys()
+        assert torch.equal(found.token_ids_N, expected.token_ids_N)
+        assert found.candidates.keys() == expected.candidates.keys()
         for row, candidates in found.candidates.items():
-            other = wanted.candidates[row]
+            other = expected.candidates[row]
             assert candidates.rank == other.rank
             assert candidates.token_ids.tolist() == other.token_ids.tolist()
             assert candidates.logprobs.tolist() == other.logprobs.tolist()
-        assert found.row_errors == wanted.row_errors
-    return wanted
+        assert found.row_errors == expected.row_errors
+    return expected
 
 
 def random_logits(seed: int) -> torch.Tensor:
@@ -66,17 +66,17 @@ def random_logits(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_plain_rows(size: int) -> None:
+def test_plain_rows_equal_one_rank(size: int) -> None:
     for seed in range(4):
         check(PLAIN, random_logits(seed), size)
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_rows_that_need_all_logits_beside_others(name: str) -> None:
+def test_rows_that_need_all_logits_equal_one_rank(name: str) -> None:
     check([*PLAIN[:-1], MORE[name]], random_logits(1), 3)
 
 
-def test_masked_rows() -> None:
+def test_masked_rows_equal_one_rank() -> None:
     words = words_of([{3, 96, 40}, {95}], 4).numpy()
     masks = TokenMasks(np.array([1, 4], np.int32), words[:, None])
     found = check(PLAIN, random_logits(2), 2, masks)
@@ -95,18 +95,18 @@ def test_rows_without_a_choice_fail_on_all_ranks() -> None:
     logits[0, 90] = torch.nan  # on one rank alone
     logits[1, 3] = torch.inf
     logits[2] = -torch.inf
-    logits[3, :49] = -torch.inf  # one rank has nothing, which is no error
+    logits[3, :49] = -torch.inf  # one rank has no candidate, which is no error
     logits[5, 49:] = -torch.inf
     found = check(PLAIN, logits, 2)
     assert set(found.row_errors) == {0, 1, 2}
 
 
-def test_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_the_core_equal_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.ops.host.native.core", lambda: None)
     check(PLAIN, random_logits(4), 3)
 
 
-def test_parts_are_put_together_without_what_fills_them_up() -> None:
+def test_combined_logits_have_no_padding() -> None:
     logits = random_logits(5)
 
     def work(group: RankGroup) -> torch.Tensor:
@@ -117,24 +117,24 @@ def test_parts_are_put_together_without_what_fills_them_up() -> None:
 
     for found in run_ranks(4, work):
         assert torch.equal(found, logits) and found.is_contiguous()
-    told = token_logprobs(logits, torch.zeros(len(PLAIN), dtype=torch.int64), 2)
-    assert int(told.token_ids.max()) < VOCAB
+    result = token_logprobs(logits, torch.zeros(len(PLAIN), dtype=torch.int64), 2)
+    assert int(result.token_ids.max()) < VOCAB
 
 
-def test_of_equal_scores_the_smallest_id_is_taken() -> None:
+def test_equal_scores_take_the_smallest_id() -> None:
     pairs = torch.tensor([[[1.0, 70.0]], [[1.0, 30.0]], [[0.0, 2.0]]], dtype=torch.float64)
     ids, is_valid = best_of_parts(pairs)
     assert ids.tolist() == [30] and is_valid.tolist() == [True]
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
-def test_noise_is_that_of_the_token_wherever_a_part_begins() -> None:
-    """The core's passes over chunks, in a vocabulary of many."""
+def test_noise_does_not_depend_on_the_parts_boundaries() -> None:
+    """The vocabulary is large enough for several chunks of the core."""
     logits = torch.randn(6, 3001, generator=torch.Generator().manual_seed(6)) * 0.5
-    wanted = large_sample(None, logits)
+    expected = large_sample(None, logits)
     for size in (2, 3, 4):
         for found in run_ranks(size, lambda group: large_sample(group, logits)):
-            assert found == wanted
+            assert found == expected
 
 
 def large_sample(group: RankGroup | None, logits_NV: torch.Tensor) -> list[int]:
@@ -148,8 +148,8 @@ def large_sample(group: RankGroup | None, logits_NV: torch.Tensor) -> list[int]:
     return found
 
 
-def test_a_rank_may_have_no_token() -> None:
-    """Five tokens in parts of two: the fourth rank has none."""
+def test_rank_may_have_no_tokens() -> None:
+    """Five tokens in parts of two leave none for the fourth rank."""
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(8))
-    wanted = large_sample(None, logits)
-    assert run_ranks(4, lambda group: large_sample(group, logits)) == [wanted] * 4
+    expected = large_sample(None, logits)
+    assert run_ranks(4, lambda group: large_sample(group, logits)) == [expected] * 4

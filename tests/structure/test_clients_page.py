@@ -8,7 +8,7 @@ from tests.clients.page import PAGE, Row, page, rows_of
 COUNTS = re.compile(r"\| (\d+) \| (\d+) \|")
 
 
-def test_every_client_has_a_row_and_passes() -> None:
+def test_each_client_has_a_row_and_passes() -> None:
     rows = rows_of(PAGE.read_text("utf-8"))
     assert set(rows) == set(CLIENTS), 'run `make test-clients ARGS="--write"`'
     for client, row in rows.items():
@@ -18,7 +18,7 @@ def test_every_client_has_a_row_and_passes() -> None:
         assert total > 0 and passed == total, client
 
 
-def test_a_run_replaces_the_rows_of_its_clients_alone() -> None:
+def test_run_replaces_only_the_rows_of_its_clients() -> None:
     before = PAGE.read_text("utf-8")
     first, second = CLIENTS[:2]
     after = page(before, [Row(first, "9.9", 3, 2, ("a|b fails", "not tried: c\n\n  d"))])

@@ -1,4 +1,4 @@
-"""The core knows no feature: what the loop may name, and who may call the scheduler."""
+"""The core depends on no feature: names in the loop, and calls of the scheduler."""
 
 import ast
 import re
@@ -12,12 +12,12 @@ LOOP = PACKAGE / "engine" / "loop"
 CORE = LOOP / "core.py"
 MAX_CORE_LINES, MAX_LOOP_LINES = 310, 1200
 
-# Words of names that only a feature has. Drafts are in plans and results, and so they may be here.
+# Words in names of features. Drafts are part of plans and results, so they are allowed.
 FEATURES = {
     "store", "stores", "grammar", "grammars", "recorder", "recording", "live", "connector",
     "connectors", "loading", "preparation", "drafting", "drafter", "publisher", "router", "queued",
 }  # fmt: skip
-# What the files of the loop may import of this package.
+# Modules of this package that files of the loop may import.
 ALLOWED = (
     "quire.base.", "quire.engine.loop.", "quire.engine.executors.executor",
     "quire.runner.setup.step_size", "quire.scheduler.decisions", "quire.scheduler.scheduler",
@@ -31,12 +31,12 @@ RESTORING = {"continue_with"}
 
 
 def words(name: str) -> set[str]:
-    """The words of an identifier, in lower case."""
+    """Return the words of an identifier, in lower case."""
     return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
 
 
 def names(path: Path) -> Iterator[str]:
-    """All identifiers of a file, and the modules that it imports."""
+    """Yield all identifiers of a file, and the modules that it imports."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -52,27 +52,27 @@ def names(path: Path) -> Iterator[str]:
             yield from (node.module or "").split(".")
 
 
-def test_the_loop_is_short() -> None:
+def test_loop_is_short() -> None:
     assert len(CORE.read_text("utf-8").splitlines()) <= MAX_CORE_LINES
     lines = sum(len(path.read_text("utf-8").splitlines()) for path in sources(LOOP))
     assert lines <= MAX_LOOP_LINES, f"{lines} lines in engine/loop"
 
 
-def test_the_loop_names_no_feature() -> None:
+def test_loop_names_no_feature() -> None:
     for path in sources(LOOP):
         found = {name for name in names(path) if words(name) & FEATURES}
         assert not found, f"{path.name} names {found}"
 
 
-def test_the_loop_imports_no_feature() -> None:
+def test_loop_imports_no_feature() -> None:
     for path in sources(LOOP):
         own = {name for name in imports(path) if name.startswith("quire")}
         found = {name for name in own if not name.startswith(ALLOWED)}
         assert not found, f"{path.name} imports {found}"
 
 
-def test_no_part_of_the_loop_is_missing_sometimes() -> None:
-    """An attribute of the core that may be None is a feature that may be off, but for these."""
+def test_loop_has_no_other_optional_attributes() -> None:
+    """An attribute that may be None would be a feature that may be off, with three exceptions."""
     optional = {
         target.attr
         for path in (CORE, LOOP / "front.py")
@@ -85,7 +85,7 @@ def test_no_part_of_the_loop_is_missing_sometimes() -> None:
 
 
 def chain(node: ast.expr) -> list[str]:
-    """The names of an expression such as a.b.c, as far as it has this form."""
+    """Return the names of an expression such as a.b.c, as far as it has this form."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -93,8 +93,8 @@ def chain(node: ast.expr) -> list[str]:
     return [*([node.id] if isinstance(node, ast.Name) else []), *reversed(parts)]
 
 
-def behind_the_scheduler(node: ast.expr) -> str | None:
-    """What follows `scheduler` in an expression such as core.scheduler.memory.kv."""
+def after_scheduler(node: ast.expr) -> str | None:
+    """Return the names after `scheduler` in an expression such as core.scheduler.memory.kv."""
     parts = chain(node)
     at = next((i for i, part in enumerate(parts) if part in ("scheduler", "_scheduler")), None)
     return None if at is None else ".".join(parts[at + 1 :]) or None
@@ -104,27 +104,27 @@ def outside_the_scheduler() -> list[Path]:
     return [path for path in sources(PACKAGE) if PACKAGE / "scheduler" not in path.parents]
 
 
-def test_only_doors_and_questions_of_the_scheduler_are_called() -> None:
+def test_only_public_methods_of_the_scheduler_are_called() -> None:
     called = set()
     for path in outside_the_scheduler():
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Call) and (name := behind_the_scheduler(node.func)):
+            if isinstance(node, ast.Call) and (name := after_scheduler(node.func)):
                 called.add(name)
                 known = DOORS | QUESTIONS | SUBSCRIBING | RESTORING
                 assert name in known, f"{path.name} calls scheduler.{name}"
-    assert called == DOORS | QUESTIONS | SUBSCRIBING | RESTORING, "a name here is out of date"
+    assert called == DOORS | QUESTIONS | SUBSCRIBING | RESTORING, "a name in these sets is outdated"
 
 
-def test_nobody_assigns_to_the_schedulers_state() -> None:
+def test_only_the_scheduler_assigns_to_its_state() -> None:
     for path in outside_the_scheduler():
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for target in targets:
-                    name = behind_the_scheduler(target)
+                    name = after_scheduler(target)
                     assert name is None, f"{path.name} assigns to scheduler.{name}"
 
 
-def test_the_loop_has_four_doors_of_its_own() -> None:
-    """What goes through them is heard by all attachments."""
+def test_loop_has_its_own_four_doors() -> None:
+    """All attachments are notified of calls through them."""
     assert set(vars(EngineCore.__mro__[1])) >= DOORS

@@ -1,4 +1,4 @@
-"""The documents: the files, names and links in them exist, and short pages stay short.
+"""The documents: their files, names and links exist, and short pages stay short.
 
 The pages are README.md, CONTRIBUTING.md, SECURITY.md, docs/**/*.md, tests/README.md and each
 README.md in src. Checked are paths of files and folders, dotted names of the package,
@@ -47,7 +47,7 @@ OF_OTHERS |= {"endpoint-table.md"}
 MAX_CONTRACT_LINES, MAX_COLUMNS, MAX_PAGE_LINES = 150, 120, 250
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
-# A file or a folder, as documents name it; one with capitals or stars stands for several.
+# A file or a folder in a document. A name with capitals or stars stands for several.
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*\.(?:py|cpp|h|md|toml)")
 FOLDER = re.compile(r"[a-z_][\w.-]*(?:/[\w.-]+)*/")
 PLACEHOLDER = re.compile(r"[A-Z]{3,}")
@@ -61,10 +61,10 @@ IN_COMMENT = re.compile(r"(?<![\w/.*{}])((?:[\w-]+/)*[\w-]+\.py)\b(?!\()")
 CAMEL = re.compile(r"[A-Z][a-z]+[A-Z]")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
-# Paths that only an example or a build has, and endings of files that are named after quire.
+# Paths of examples or builds, and endings of files that are named after quire.
 OTHERS = {"build/", "quire-held-1/"}
 ENDINGS = {"yaml", "json", "key", "service", "toml"}
-# Identifiers of others: environment variables, forms of names, metrics made of parts.
+# Foreign identifiers: environment variables, name patterns, and composed metrics.
 OTHERS_NAMES = {
     "ATEN_CPU_CAPABILITY", "KvEventPublisher", "num_x", "x_bytes", "x_id", "x_idx", "x_ms", "x_s",
 }  # fmt: skip
@@ -87,13 +87,13 @@ def text_of(page: Path) -> str:
 
 
 def codes(page: Path) -> Iterator[str]:
-    """What stands between backticks, outside of blocks of code."""
+    """Yield the code spans of a page, outside of code blocks."""
     yield from CODE.findall(FENCE.sub("", text_of(page)))
 
 
 @functools.cache
 def files() -> frozenset[str]:
-    """The names of all files."""
+    """Return the names of all files."""
     found: set[str] = set()
     for _, folders, names in os.walk(ROOT):
         folders[:] = [n for n in folders if not n.startswith(".") and n not in GENERATED]
@@ -102,22 +102,22 @@ def files() -> frozenset[str]:
 
 
 def is_there(path: str, page: Path) -> bool:
-    """Whether a path leads somewhere: from the root, the package, its tests, or the page. The name
-    of a file without a folder may be anywhere."""
+    """Return whether a path exists below the root, the package, its tests, or the page. A file name
+    without a folder may be anywhere."""
     if "/" not in path and path in files():
         return True
     return find(path, page) is not None
 
 
 def find(path: str, page: Path) -> Path | None:
-    """What a path leads to."""
+    """Return the target of a path, or None."""
     bases = ROOT, PACKAGE, ROOT / "tests", page.parent
     return next((base / path for base in bases if (base / path).exists()), None)
 
 
 @functools.cache
 def words() -> frozenset[str]:
-    """All words of the code, tests included; not of this file."""
+    """Return all words of the code, including tests but not this file."""
     paths = [*sources(PACKAGE, ROOT / "tests", ROOT / "benchmarks"), *(ROOT / "csrc").iterdir()]
     texts = (path.read_text("utf-8") for path in paths if path != Path(__file__))
     return frozenset(word for text in texts for word in re.findall(r"\w+", text))
@@ -125,7 +125,7 @@ def words() -> frozenset[str]:
 
 @functools.cache
 def attributes() -> dict[str, set[str]]:
-    """What classes of the package and of the tests have, by the names of the classes."""
+    """Return the attributes of classes in the package and the tests, by class name."""
     own, bases = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for path in sources(PACKAGE, ROOT / "tests"):
         for node in _all(ast.ClassDef, tree_of(path)):
@@ -139,7 +139,7 @@ def attributes() -> dict[str, set[str]]:
 
 
 def _attributes_of(class_def: ast.ClassDef) -> Iterator[str]:
-    """Methods and fields, and what methods assign to."""
+    """Yield methods, fields, and attributes that methods assign to."""
     for node in class_def.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
@@ -159,8 +159,8 @@ def _all(kind: type[Node], node: ast.AST) -> list[Node]:
 
 
 def resolves(dotted: str) -> bool:
-    """Whether a dotted name is a module of the package, a top-level name of one, or an attribute
-    of such a class."""
+    """Return whether a dotted name is a module of the package, a top-level name of a module, or an
+    attribute of such a class."""
     parts = dotted.split(".")[1:]
     for num in range(len(parts), -1, -1):
         base, rest = PACKAGE.joinpath(*parts[:num]), parts[num:]
@@ -177,7 +177,7 @@ def resolves(dotted: str) -> bool:
 
 
 def top_level_names(path: Path) -> set[str]:
-    """What a module defines or imports; of the package itself, its public names."""
+    """Return the names that a module defines or imports; for the package, its public names."""
     found = set(quire.__all__) if path == PACKAGE / "__init__.py" else set[str]()
     for node in tree_of(path).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -191,19 +191,19 @@ def top_level_names(path: Path) -> set[str]:
 
 
 def anchor_of(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
+    """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 @of_each_page
-def test_files_that_a_page_names_exist(page: Path) -> None:
+def test_files_named_by_a_page_exist(page: Path) -> None:
     named = {code for code in codes(page) if FILE.fullmatch(code)}
     ours = {code for code in named if not PLACEHOLDER.search(Path(code).stem)}
     assert not {path for path in ours - OTHERS if not is_there(path, page)}
 
 
 @of_each_page
-def test_folders_that_a_page_names_exist(page: Path) -> None:
+def test_folders_named_by_a_page_exist(page: Path) -> None:
     named = {code for code in codes(page) if FOLDER.fullmatch(code)}
     assert not {path for path in named - OTHERS if not is_there(path, page)}
 
@@ -216,14 +216,14 @@ def test_dotted_names_of_a_page_resolve(page: Path) -> None:
 
 
 @of_each_page
-def test_attributes_that_a_page_names_exist(page: Path) -> None:
+def test_attributes_named_by_a_page_exist(page: Path) -> None:
     pairs = {match.groups() for code in codes(page) if (match := ATTRIBUTE.fullmatch(code))}
     known = attributes()
     assert not {(name, each) for name, each in pairs if name in known and each not in known[name]}
 
 
 @of_each_page
-def test_identifiers_of_a_page_are_in_the_code(page: Path) -> None:
+def test_identifiers_of_a_page_occur_in_the_code(page: Path) -> None:
     if page.name in OF_OTHERS:  # names settings and fields of other engines
         return
     named = {match[1] for code in codes(page) if (match := IDENTIFIER.fullmatch(code))}
@@ -233,8 +233,8 @@ def test_identifiers_of_a_page_are_in_the_code(page: Path) -> None:
 
 
 @of_each_page
-def test_names_beside_a_file_are_in_it(page: Path) -> None:
-    """As in: `Name.attribute` (`path.py`), and `path.py` (`name`, `name`)."""
+def test_names_next_to_a_file_occur_in_it(page: Path) -> None:
+    """Pages write `Name.attribute` (`path.py`), or `path.py` (`name`, `name`)."""
     text = FENCE.sub("", text_of(page))
     pairs = {(name, paths) for name, paths in IN_FILES.findall(text)}
     pairs |= {(name, path) for path, names in FILE_OF.findall(text) for name in CODE.findall(names)}
@@ -248,7 +248,7 @@ def test_names_beside_a_file_are_in_it(page: Path) -> None:
 
 
 @of_each_page
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_have_a_target(page: Path) -> None:
     broken = set()
     for link in {one or other for one, other in LINK.findall(FENCE.sub("", text_of(page)))}:
         if re.match(r"\w+:", link):
@@ -264,7 +264,7 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
-def test_files_that_comments_of_the_package_name_exist() -> None:
+def test_files_named_in_comments_exist() -> None:
     missing = {
         (path.name, named)
         for path in sources(PACKAGE)
@@ -276,7 +276,7 @@ def test_files_that_comments_of_the_package_name_exist() -> None:
     assert not missing
 
 
-def test_an_unknown_name_is_found() -> None:
+def test_unknown_names_are_found() -> None:
     """The checks above must be able to fail."""
     page = ROOT / "docs" / "inside" / "overview.md"
     assert not is_there("scheduler/nowhere.py", page) and is_there("scheduler/core/rows.py", page)
@@ -290,19 +290,19 @@ def test_an_unknown_name_is_found() -> None:
 def test_short_pages_are_short() -> None:
     limits = MAX_LINES | {name_of(page): MAX_CONTRACT_LINES for page in CONTRACTS}
     assert len(CONTRACTS) >= 7
-    for name, most in limits.items():
+    for name, max_lines in limits.items():
         lines = text_of(ROOT / name).splitlines()
-        assert len(lines) <= most, f"{name} has {len(lines)} lines"
+        assert len(lines) <= max_lines, f"{name} has {len(lines)} lines"
         assert not [line for line in lines if len(line) > MAX_COLUMNS], f"{name} is too wide"
 
 
 @of_each_page
-def test_a_page_has_one_topic(page: Path) -> None:
+def test_pages_are_not_too_long(page: Path) -> None:
     num = len(text_of(page).splitlines())
-    assert num <= MAX_PAGE_LINES, f"split it: {num} lines"
+    assert num <= MAX_PAGE_LINES, f"split the page: {num} lines"
 
 
-def test_every_folder_has_a_line_in_the_overview() -> None:
+def test_each_folder_has_a_line_in_the_overview() -> None:
     named = set(codes(ROOT / "docs" / "inside" / "overview.md"))
     missing = [
         each.name
@@ -312,7 +312,7 @@ def test_every_folder_has_a_line_in_the_overview() -> None:
     assert not missing
 
 
-def test_the_index_lists_every_page_for_users() -> None:
+def test_index_lists_each_page_for_users() -> None:
     docs = ROOT / "docs"
     listed = {one or other for one, other in LINK.findall(text_of(docs / "README.md"))}
     pages = [*docs.glob("start/*.md"), *docs.glob("use/*.md")]

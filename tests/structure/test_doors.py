@@ -1,4 +1,4 @@
-"""No request enters the engine past `admit`, read from the source."""
+"""Each request that enters the engine passes `admit`, as the source shows."""
 
 import ast
 import functools
@@ -9,7 +9,7 @@ from tests.structure.test_house import PACKAGE, sources, tree_of
 
 ADMISSION = "engine/client/admission.py"
 MAKERS = {"make", "make_pin", "make_pooling"}
-# Files that make a `Request` themselves: the maker, what is held without running, made-up loads.
+# Files that construct a `Request`: the maker, retained requests, and synthetic loads.
 CONSTRUCT = {
     "engine/client/requests.py",
     "scheduler/reuse/held.py",
@@ -36,7 +36,7 @@ SUBMIT = {
     "vllm/async_llm.py",
     "vllm/llm.py",
 }
-ENDS = ("client", "core", "super()")  # what `generate` and `add` are called on
+ENDS = ("client", "core", "super()")  # objects whose `generate` and `add` are called
 
 
 def name_of(path: Path) -> str:
@@ -57,7 +57,7 @@ def is_called(call: ast.Call, name: str) -> bool:
 
 
 def num_makers(path: Path) -> int:
-    """Return how often a file names a method of `RequestMaker` that makes a request."""
+    """Count the uses of methods of `RequestMaker` that make a request."""
     return sum(
         isinstance(node, ast.Attribute)
         and node.attr in MAKERS
@@ -66,8 +66,8 @@ def num_makers(path: Path) -> int:
     )
 
 
-def test_what_is_made_is_admitted() -> None:
-    """In the same file, `admit` is called as often as a request is made, or more often."""
+def test_each_request_made_is_admitted() -> None:
+    """Each file calls `admit` at least as often as it makes requests."""
     for path in sources(PACKAGE):
         if name_of(path) in ("engine/client/requests.py", "engine/start/prefix_file.py"):
             continue  # the core's own prefixes go through its guard, `Front.add`
@@ -76,7 +76,7 @@ def test_what_is_made_is_admitted() -> None:
         assert admitted >= made, f"{name_of(path)}: pass each request to admit ({ADMISSION})"
 
 
-def test_requests_are_made_in_one_place() -> None:
+def test_requests_are_constructed_only_in_known_files() -> None:
     found = {
         name_of(path)
         for path in sources(PACKAGE)
@@ -85,7 +85,7 @@ def test_requests_are_made_in_one_place() -> None:
     assert found == CONSTRUCT
 
 
-def test_requests_are_submitted_where_it_is_known() -> None:
+def test_requests_are_submitted_only_in_known_files() -> None:
     found = {
         name_of(path)
         for path in sources(PACKAGE)
@@ -97,8 +97,7 @@ def test_requests_are_submitted_where_it_is_known() -> None:
     assert found == SUBMIT
 
 
-def test_only_clients_and_admission_check() -> None:
-    """So that a door has one way to check."""
+def test_only_clients_and_admission_check_requests() -> None:
     found = {
         name_of(path)
         for path in sources(PACKAGE)

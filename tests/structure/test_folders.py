@@ -1,4 +1,4 @@
-"""Folders: few files and a budget of lines in each, and no two import each other.
+"""Folders: each has few files and a budget of lines, and no two folders import each other.
 
 A budget is raised by a commit of its own that says why.
 """
@@ -14,7 +14,7 @@ from tests.structure.test_core import FEATURES, names, words
 from tests.structure.test_house import PACKAGE, sources
 from tests.structure.test_owners import imported, module_of
 
-MAX_FILES = 15  # of a folder, without its __init__.py
+MAX_FILES = 15  # in a folder, without its __init__.py
 # Lines of a folder's own files.
 BUDGETS = {
     "base": 1850,
@@ -126,14 +126,14 @@ BUDGETS = {
 # files and 90,000 lines.
 MAX_TRUNK_FILES, MAX_TRUNK_LINES = 908, 132_840
 OUTSIDE_THE_TRUNK = ("tools", "plugins", "models/hf")
-# What the scheduler's core may import.
+# Folders that the scheduler's core may import.
 ALLOWED_FOLDERS = {
     "base", "base/requests", "base/settings", "kv", "scheduler", "scheduler/core", "spec",
 }  # fmt: skip
-# The three folders that one reads to know how quire schedules.
+# The three folders that define how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
 MAX_CORE_LINES = 7_000
-# Features that the scheduler's core knows nothing of.
+# Features that the scheduler's core must not name.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 
 
@@ -151,22 +151,22 @@ def folders() -> list[str]:
 
 
 @pytest.mark.parametrize("folder", folders())
-def test_a_folder_holds_few_files(folder: str) -> None:
+def test_folder_has_few_files(folder: str) -> None:
     num = len([path for path in (PACKAGE / folder).glob("*.py") if path.name != "__init__.py"])
     assert num <= MAX_FILES
 
 
 @pytest.mark.parametrize("folder", folders())
-def test_a_folder_keeps_its_budget(folder: str) -> None:
+def test_folder_keeps_its_line_budget(folder: str) -> None:
     assert folder in BUDGETS, "give a new folder a budget"
     assert lines_of(folder) <= BUDGETS[folder]
 
 
-def test_the_core_can_be_read_in_a_day() -> None:
+def test_core_is_small_enough_to_read_in_a_day() -> None:
     assert sum(map(lines_of, CORE)) <= MAX_CORE_LINES
 
 
-def test_the_trunk_does_not_grow() -> None:
+def test_trunk_does_not_grow() -> None:
     trunk = [p for p in sources(PACKAGE) if not f"{name_of(p)}/".startswith(OUTSIDE_THE_TRUNK)]
     assert len(trunk) <= MAX_TRUNK_FILES
     assert sum(len(p.read_text("utf-8").splitlines()) for p in trunk) <= MAX_TRUNK_LINES
@@ -185,34 +185,34 @@ def circles() -> set[tuple[str, str]]:
 
 
 def test_no_two_folders_import_each_other() -> None:
-    """Though neither is in the other."""
+    """Nested folders may import each other."""
     assert not circles()
 
 
-def test_the_schedulers_core_imports_no_feature() -> None:
+def test_schedulers_core_imports_no_feature() -> None:
     modules = {module_of(path): path for path in sources(PACKAGE)}
     for path in sources(PACKAGE / "scheduler" / "core"):
         found = {name_of(modules[name].parent) for name in imported(path, set(modules))}
         assert found <= ALLOWED_FOLDERS, path.name
 
 
-def test_the_schedulers_core_names_no_feature() -> None:
-    """But in messages that clients read, and in comments."""
+def test_schedulers_core_names_no_feature() -> None:
+    """Messages for clients and comments may name features."""
     for path in sources(PACKAGE / "scheduler" / "core"):
         found = {name for name in names(path) if words(name) & OF_THE_CORE}
         assert found <= ALLOWED_NAMES, f"{path.name} names {found - ALLOWED_NAMES}"
 
 
-# Vocabulary of requests and of the row table, which other meanings of these words have.
+# Names of requests and of the row table, which use these words in another sense.
 ALLOWED_NAMES = {
-    "GrammarReady", "GrammarTaken", "grammar",  # of a request, which waits until it is ready
+    "GrammarReady", "GrammarTaken", "grammar",  # of a request that waits until its grammar is ready
     "is_held_back", "keep_s", "pin_s",  # of requests
     "live", "live_blocks",  # of block tables
     "_states_to_keep", "has_held", "held", "holds", "is_held", "keep_states",
 }  # fmt: skip
 
 
-def test_attributes_of_the_core_are_always_there() -> None:
+def test_core_has_no_optional_attributes() -> None:
     """An attribute that may be None would be a feature that may be off."""
     optional = {
         node.target.attr
@@ -222,4 +222,4 @@ def test_attributes_of_the_core_are_always_there() -> None:
         and isinstance(node.target, ast.Attribute)
         and re.search(r"\| None$", ast.unparse(node.annotation))
     }
-    assert optional == {"new"}, "where names are noted, if somebody wants them"
+    assert optional == {"new"}, "notes new block names for a listener"

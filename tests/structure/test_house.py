@@ -1,4 +1,4 @@
-"""The house's rules, read from the source: who imports whom, how long things are, what is pure."""
+"""The house rules, checked on the source: imports, lengths, and purity."""
 
 import ast
 import functools
@@ -29,7 +29,7 @@ LAYERS = {
     "cli": 8,
     "vllm": 9,
 }
-# Third-party packages that a room may import; None is anything.
+# Third-party packages that a room may import; rooms that are not listed may import any.
 PURE = {"numpy"}
 ALLOWED: dict[str, set[str]] = {
     "base": {"numpy", "msgspec"},
@@ -66,7 +66,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Dotted names of all modules that a file imports, wherever it does so."""
+    """Yield the dotted names of all modules that a file imports, at any level."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -78,13 +78,13 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def room_of(path: Path) -> str | None:
-    """The room that a file is in; None for the package's own __init__."""
+    """Return the room of a file; None for the package's own __init__."""
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else None
 
 
 @pytest.mark.parametrize("path", sources(PACKAGE), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_room_imports_only_itself_and_lower_layers(path: Path) -> None:
+def test_room_imports_only_itself_and_lower_layers(path: Path) -> None:
     room = room_of(path)
     if room is None:
         return
@@ -102,7 +102,7 @@ def test_a_room_imports_only_itself_and_lower_layers(path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", ["kv", "scheduler"])
-def test_pure_rooms_have_no_clock_no_chance_and_no_io(room: str) -> None:
+def test_pure_rooms_use_no_clock_no_random_numbers_and_no_io(room: str) -> None:
     for path in sources(PACKAGE / room):
         bad = IMPURE_MODULES & {name.split(".")[0] for name in imports(path)}
         assert not bad, f"{path.name} imports {bad}"
@@ -125,7 +125,7 @@ def all_code() -> list[Path]:
     return sources(PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "demo_model")
 
 
-def test_files_and_functions_fit_the_eye() -> None:
+def test_files_and_functions_have_limited_length() -> None:
     long_files = [p.name for p in all_code() if len(p.read_text("utf-8").splitlines()) > 600]
     assert not long_files
     lengths = [item for path in all_code() for item in functions(path)]
@@ -136,7 +136,7 @@ def test_files_and_functions_fit_the_eye() -> None:
 
 
 def test_no_probing_and_no_pickle() -> None:
-    """hasattr hides which interface is meant; pickle and eval run what a file or a peer says."""
+    """hasattr hides which interface is meant; pickle and eval run code of a file or a peer."""
     forbidden = {"hasattr", "eval", "exec"}
     for path in sources(PACKAGE):
         assert not {"pickle", "dill", "cloudpickle", "marshal"} & set(imports(path)), path
@@ -146,23 +146,23 @@ def test_no_probing_and_no_pickle() -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Top-level packages in sys.modules of a fresh interpreter after a statement."""
+    """Return the top-level packages in sys.modules of a fresh interpreter after a statement."""
     code = f"{statement}\nimport sys\nprint(*{{n.split('.')[0] for n in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
-def test_import_quire_loads_nothing_heavy() -> None:
+def test_import_quire_loads_no_heavy_packages() -> None:
     heavy = {"torch", "numpy", "msgspec", "tokenizers", "jinja2", "rich", "safetensors", "PIL"}
     assert not heavy & loaded_by("import quire")
 
 
-def test_the_text_side_and_the_scheduler_do_without_torch() -> None:
+def test_text_side_and_scheduler_do_not_import_torch() -> None:
     assert "torch" not in loaded_by("import quire.scheduler.scheduler, quire.kv.sizing")
     assert "torch" not in loaded_by("import quire.render.renderer, quire.models.checkpoint.source")
 
 
-def test_llm_needs_no_server_packages() -> None:
+def test_llm_imports_no_server_packages() -> None:
     loaded = loaded_by(
         "from quire import LLM\nimport quire.engine.executors.local, quire.runner.build"
     )
@@ -170,21 +170,21 @@ def test_llm_needs_no_server_packages() -> None:
     assert not {"zmq", "fastapi", "uvicorn", "transformers", "rich", "PIL"} & loaded
 
 
-def test_a_core_leaves_torch_to_its_ranks() -> None:
+def test_core_with_ranks_does_not_import_torch() -> None:
     assert "torch" not in loaded_by("import quire.engine.start.build, quire.engine.ranks.launch")
 
 
-def test_async_llm_leaves_torch_to_its_core() -> None:
+def test_async_llm_does_not_import_torch() -> None:
     loaded = loaded_by("from quire import AsyncLLM")
     assert not {"torch", "fastapi", "uvicorn", "transformers", "rich"} & loaded
 
 
-def test_a_supervisor_starts_its_processes_before_it_imports_much() -> None:
+def test_supervisor_imports_little_before_its_processes_start() -> None:
     code = "import quire.cli.main as cli\ncli._parse(['serve'])\nimport quire.serve.supervisor"
     assert not {"torch", "fastapi", "asyncio", "numpy", "PIL"} & loaded_by(code)
 
 
-def test_every_public_name_resolves() -> None:
+def test_each_public_name_resolves() -> None:
     import quire
 
     for name in quire.__all__:
@@ -192,7 +192,7 @@ def test_every_public_name_resolves() -> None:
 
 
 MAX_PARAMETERS = 8
-# Kernels take every pointer and stride; the C++ core's functions every address and size.
+# Kernels take all pointers and strides; the C++ core's functions take all addresses and sizes.
 WIDE = ("ops/kernels/", "ops/host/native_types.py")
 # These have the parameters that callers know from other engines, or the operands of a kernel.
 PUBLIC = {

@@ -1,5 +1,5 @@
-"""Every file of src has tests: tests/ROOM/test_NAME.py, or tests in tests/ROOM that import it, or a
-test whose docstring says that it covers the file."""
+"""Each large file of src has tests: tests/ROOM/test_NAME.py, tests in tests/ROOM that import it, or
+a test whose docstring names it as covered."""
 
 import ast
 import functools
@@ -10,7 +10,7 @@ import pytest
 from tests.structure.test_house import LAYERS, PACKAGE, ROOT, imports, sources, tree_of
 
 TESTS = ROOT / "tests"
-# What is no room of the package: of the repository's other folders, or of all rooms together.
+# Folders that belong to no room: tests of other folders of the repository, or of all rooms.
 OTHERS = {
     "benchmarks",
     "clients",
@@ -34,7 +34,7 @@ def large_modules() -> list[Path]:
 
 
 def covering(module: Path) -> list[Path]:
-    """The test files that a change of a module should run first."""
+    """Return the test files that a change of the module should run first."""
     where = module.relative_to(PACKAGE)
     room = sources(TESTS / where.parts[0], *ALSO.get(where.parts[0], []))
     dotted = "quire." + ".".join(where.with_suffix("").parts)
@@ -56,7 +56,7 @@ def purpose(path: Path) -> str:
 
 
 @pytest.mark.parametrize("module", large_modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_module_has_tests_in_its_room(module: Path) -> None:
+def test_module_has_tests_in_its_room(module: Path) -> None:
     where = module.relative_to(PACKAGE)
     assert covering(module), (
         f"no file in tests/{where.parts[0]} is called test_{where.name} or imports {where}, and no"
@@ -64,6 +64,6 @@ def test_a_module_has_tests_in_its_room(module: Path) -> None:
     )
 
 
-def test_folders_of_tests_are_rooms() -> None:
+def test_test_folders_are_rooms() -> None:
     folders = {path.name for path in TESTS.iterdir() if (path / "__init__.py").exists()}
     assert folders <= LAYERS.keys() | OTHERS

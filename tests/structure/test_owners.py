@@ -1,5 +1,5 @@
-"""The writers of each state, read from the source: no state has two owners, and no file imports
-itself in a circle."""
+"""The writers of each state, checked on the source: no state has two owners, and imports have no
+cycle."""
 
 import ast
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def module_of(path: Path) -> str:
 
 
 def imported(path: Path, modules: set[str]) -> set[str]:
-    """Modules of the package that a file imports, wherever it does so, also for types alone."""
+    """Return the modules of the package that a file imports at any level, including for types."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
@@ -31,10 +31,10 @@ def imported(path: Path, modules: set[str]) -> set[str]:
     return found & modules - {module_of(path)}
 
 
-def test_no_circle_of_files() -> None:
+def test_imports_have_no_cycle() -> None:
     modules = {module_of(path): path for path in sources(PACKAGE)}
     graph = {name: imported(path, set(modules)) for name, path in modules.items()}
-    del graph["quire"]  # whose names are imported when they are first used
+    del graph["quire"]  # its names are imported when they are first used
     try:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -42,7 +42,7 @@ def test_no_circle_of_files() -> None:
 
 
 def assignments(path: Path) -> Iterator[ast.expr]:
-    """What a file assigns to, also in part."""
+    """Yield the targets of a file's assignments, and their parts."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Assign):
             yield from (each for target in node.targets for each in ast.walk(target))
@@ -50,7 +50,7 @@ def assignments(path: Path) -> Iterator[ast.expr]:
             yield node.target
 
 
-def test_columns_are_assigned_in_rows_alone() -> None:
+def test_only_rows_assigns_to_columns() -> None:
     columns = set(vars(RowTable(1, 1))) - {"num_rows"}
     for path in sources(SCHEDULER):
         found = {
@@ -63,8 +63,8 @@ def test_columns_are_assigned_in_rows_alone() -> None:
         assert path.name == "rows.py" or not found & columns, f"{path.name}: {found & columns}"
 
 
-def test_state_is_assigned_in_lifecycle_alone() -> None:
-    """Nor does anybody else change the queue; policies are asked by it."""
+def test_only_lifecycle_assigns_to_states() -> None:
+    """Only lifecycle changes the queue as well; policies belong to the queue."""
     for path in sources(SCHEDULER):
         attributes = {t.attr for t in assignments(path) if isinstance(t, ast.Attribute)}
         changes = {
@@ -80,8 +80,8 @@ def test_state_is_assigned_in_lifecycle_alone() -> None:
             assert is_policy or not changes & {"push", "requeue", "remove"}, path.name
 
 
-def test_pools_are_seen_by_memory_alone() -> None:
-    """Of the scheduler; it asks by needs whether they fit."""
+def test_only_memory_uses_pools() -> None:
+    """The rest of the scheduler asks the memory whether a need fits."""
     assert {"pools", "host_pools"} <= set(vars(KVManager((), (), 4)))
     for path in sources(SCHEDULER):
         text = path.read_text("utf-8")
@@ -95,7 +95,7 @@ def test_pools_are_seen_by_memory_alone() -> None:
         )
 
 
-def test_no_part_of_the_scheduler_takes_all_of_it() -> None:
+def test_no_part_of_the_scheduler_takes_the_whole_scheduler() -> None:
     for path in sources(SCHEDULER):
         if path.name == "scheduler.py":
             continue

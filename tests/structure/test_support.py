@@ -1,4 +1,4 @@
-"""The helpers of the tests: one place, few files in a folder, and a table that names them all."""
+"""The helpers of the tests: in one folder tree, few files per folder, and one table of all."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ from tests.structure.test_mirror import TESTS
 from tests.support.cases import in_turn, pairwise
 
 SUPPORT = TESTS / "support"
-# Commands that tests/README.md lists, or packages of one; the rules have their own parts.
+# Commands that tests/README.md lists, or their packages; structure/ has helpers of its own.
 COMMANDS = {
     "changed.py",
     "clients/",
@@ -55,7 +55,7 @@ def users() -> dict[str, set[str]]:
     return found
 
 
-def test_the_table_has_one_row_for_each_helper() -> None:
+def test_table_has_one_row_for_each_helper() -> None:
     assert sorted(name for name, _ in rows()) == sorted(helpers())
 
 
@@ -64,7 +64,7 @@ def test_each_helper_is_used_by_the_folders_in_its_row() -> None:
     assert not {name: named - actual[name] for name, named in rows() if named - actual[name]}
 
 
-def test_other_folders_hold_tests_and_commands_only() -> None:
+def test_other_folders_contain_only_tests_and_commands() -> None:
     others = [
         path.relative_to(TESTS).as_posix()
         for path in sources(TESTS)
@@ -78,7 +78,7 @@ def test_other_folders_hold_tests_and_commands_only() -> None:
     assert all((TESTS / command).exists() for command in COMMANDS)
 
 
-def test_a_folder_of_helpers_holds_few_files() -> None:
+def test_folder_of_helpers_has_few_files() -> None:
     folders = {SUPPORT, *(path.parent for path in sources(SUPPORT))}
     crowded = {f.name for f in folders if len([*f.glob("*.py")]) - 1 > MAX_FILES}
     assert not crowded
@@ -94,7 +94,7 @@ def test_each_pair_of_values_has_a_quick_case() -> None:
     assert len(quick) < len(cases) / 1.5
 
 
-def test_each_value_is_once_among_the_quick_cases_that_take_turns() -> None:
+def test_in_turn_uses_each_value_in_a_quick_case() -> None:
     factors = (1, 2, 3), "ab"
     cases = in_turn(*factors)
     assert [case.values for case in cases] == list(product(*factors))

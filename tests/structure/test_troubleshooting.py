@@ -1,4 +1,4 @@
-"""Messages that docs/operate/troubleshooting.md quotes stand in the source as they are quoted."""
+"""Messages quoted in docs/operate/troubleshooting.md occur in the source in these words."""
 
 import ast
 import difflib
@@ -55,12 +55,12 @@ def test_each_quoted_message_is_in_the_source() -> None:
     assert not near, "the page quotes messages that quire does not write; the nearest are shown"
 
 
-def test_the_page_quotes_many_messages_and_each_once() -> None:
+def test_page_quotes_many_messages_without_duplicates() -> None:
     quotes = quoted()
     assert len(quotes) >= MIN_MESSAGES and len(set(quotes)) == len(quotes)
 
 
-def test_a_message_that_quire_does_not_write_is_found() -> None:
+def test_unknown_message_is_found() -> None:
     """The check must be able to fail."""
     found = "\n".join(messages())
     assert "cannot listen on ... port ..." in found

@@ -29,7 +29,7 @@ from tests.structure.words import (
     sentences,
 )
 
-# Files, or folders with all below, by the kind of text.
+# Files, or folders with all files below, by the kind of text.
 DONE: dict[str, tuple[str, ...]] = {
     "pages": (
         "README.md",
@@ -45,7 +45,7 @@ DONE: dict[str, tuple[str, ...]] = {
     "messages": ("src",),
     "web": ("web/src",),
 }
-# Names that stay: interfaces of others, and names in stored files and in settings.
+# Allowed names: foreign interfaces, and names in stored files and in settings.
 KEPT_NAMES = {
     "what": "std::exception::what of C++",
     "ask": "HookActions.ask, a documented interface",
@@ -61,7 +61,7 @@ FOLDERS += ["benchmarks", "csrc", "demo_model", "tests", "web"]
 
 
 @pytest.mark.parametrize("folder", sorted(FOLDERS))
-def test_code_becomes_plain(folder: str) -> None:
+def test_docstrings_comments_and_names_are_plain(folder: str) -> None:
     kinds = ("docstrings", "comments", "names")
     found = [each for kind in kinds for each in problems(kind, [ROOT / folder])]
     found = [each for each in found if each.sentence not in KEPT_NAMES]
@@ -69,9 +69,9 @@ def test_code_becomes_plain(folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", DONE)
-def test_texts_stay_plain(kind: str) -> None:
+def test_listed_texts_are_plain(kind: str) -> None:
     paths = [ROOT / name for name in DONE[kind]]
-    assert not [path for path in paths if not path.exists()], "take these off the list"
+    assert not [path for path in paths if not path.exists()], "remove missing paths from the list"
     assert not [str(problem) for problem in problems(kind, paths)]
 
 
@@ -119,7 +119,7 @@ def test_plain_sentences_pass(sentence: str) -> None:
     assert not faults(sentence)
 
 
-def test_sentences_end_at_stops_but_not_inside_of_names_and_numbers() -> None:
+def test_stops_within_names_and_numbers_do_not_end_sentences() -> None:
     text = "Set max_model_len=4.5k, e.g. for chats. Then (in\nquire.base) run it! Done?"
     assert list(sentences(text)) == [
         "Set max_model_len=4.5k, e.g. for chats.",
@@ -134,7 +134,7 @@ def test_long_sentences_are_found() -> None:
     assert num_words("a - b + `a long code span` = {}".replace("`a long code span`", "`x`")) == 4
 
 
-def test_markdown_is_read_by_paragraphs_items_and_cells() -> None:
+def test_markdown_is_split_into_paragraphs_items_and_cells() -> None:
     text = """\
 # A title
 First line
@@ -169,7 +169,7 @@ quire serve beside
     assert texts[8:] == ["c", "d e", "alt text and a link, bold ref"]
 
 
-def test_code_spans_are_one_word_and_are_shown_as_they_stand(tmp_path: Path) -> None:
+def test_code_spans_count_as_one_word_and_are_shown_unchanged(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("It runs `a. b beside <c> __d__` anew.\n", "utf-8")
     (problem,) = check_page(page)
@@ -179,7 +179,7 @@ def test_code_spans_are_one_word_and_are_shown_as_they_stand(tmp_path: Path) -> 
     assert str(problem).endswith("again': It runs `a. b beside <c> __d__` anew.")
 
 
-def test_front_matter_and_generated_blocks_are_not_ours(tmp_path: Path) -> None:
+def test_front_matter_and_generated_blocks_are_skipped(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "---\nname: anew\n---\nOurs.\n\n<!-- t: written by `make t` -->\nanew\n<!-- t: end -->\n"
@@ -247,7 +247,7 @@ show(`${count} rows, ${ok ? "all of them" : `no ${name} here`} run`, 'single');
     assert found == [(1, "Go on"), (1, "It runs & waits")]
 
 
-def test_the_command_prints_problems_and_exits_with_1(
+def test_command_prints_problems_and_exits_with_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = tmp_path / "good.md", tmp_path / "bad.md"
@@ -323,7 +323,7 @@ def test_comments_are_read_without_code(tmp_path: Path) -> None:
     assert [each.sentence for each in check_names(other)] == ["told"]
 
 
-def test_names_are_those_that_a_file_defines(tmp_path: Path) -> None:
+def test_only_names_that_a_file_defines_are_checked(tmp_path: Path) -> None:
     source = tmp_path / "source.py"
     source.write_text(CODE, "utf-8")
     assert [each.sentence for each in check_names(source)] == ["most", "told"]

@@ -29,36 +29,38 @@ def line_of(directory: Path, request_id: str) -> Timeline:
         [{}, {"n": 1, "beam_width": 3}, {"early_stopping": True}],
     ),
 )
-def test_of_a_beam_search(tmp_path: Path, stops: tuple[int, ...], more: dict[str, object]) -> None:
+def test_beam_search_agrees_with_the_client(
+    tmp_path: Path, stops: tuple[int, ...], more: dict[str, object]
+) -> None:
     run = Run(tmp_path, pipeline_depth=2)
-    how = {"use_beam_search": True, "n": 3, "temperature": 0} | more
-    run.ask("beams", prompt(3, 7), 9, stops, **how)
+    params = {"use_beam_search": True, "n": 3, "temperature": 0} | more
+    run.ask("beams", prompt(3, 7), 9, stops, **params)
     run.ask("other", prompt(4, 7), 30)
-    told = None
-    while told is None:
+    best = None
+    while best is None:
         run.clock.advance(0.001)
         for output in run.core.step().details:
-            told = output if output.request_id == "beams" and output.beams else told
+            best = output if output.request_id == "beams" and output.beams else best
     finished_s = run.clock.now()
     run.finish()
-    assert told.beams is not None
+    assert best.beams is not None
     line = line_of(tmp_path, "beams")
-    lengths = [len(beam.token_ids) for beam in told.beams]
-    reason = reason_of(told)
-    assert line.reason == reason == told.beams[0].finish.reason
-    assert (line.num_output_tokens, line.num_sequences) == (sum(lengths), len(told.beams))
-    assert len(told.beams) == how["n"]
+    lengths = [len(beam.token_ids) for beam in best.beams]
+    reason = reason_of(best)
+    assert line.reason == reason == best.beams[0].finish.reason
+    assert (line.num_output_tokens, line.num_sequences) == (sum(lengths), len(best.beams))
+    assert len(best.beams) == params["n"]
     assert line.first_token_s == line.finished_s == pytest.approx(finished_s)
     assert as_data(line, 4)["output_tokens"] == sum(lengths)
     assert f"({reason}) with {sum(lengths)} output token" in in_words(line, 4)[-1]
     if not stops:
-        assert (line.reason, lengths) == ("length", [9] * how["n"])
+        assert (line.reason, lengths) == ("length", [9] * params["n"])
     if len(stops) == 30:
         assert line.reason == "stop" and min(lengths) < 9
 
 
-def test_of_a_beam_search_that_was_given_up(tmp_path: Path) -> None:
-    """Its client was told of no token."""
+def test_aborted_beam_search_has_no_tokens(tmp_path: Path) -> None:
+    """Its client received no token."""
     run = Run(tmp_path)
     run.ask("beams", prompt(3, 7), 20, use_beam_search=True, n=3, temperature=0)
     run.step(6)
@@ -69,7 +71,7 @@ def test_of_a_beam_search_that_was_given_up(tmp_path: Path) -> None:
     assert not any("first token" in words for words in in_words(line, 4))
 
 
-def test_of_others_it_tells_all_tokens(tmp_path: Path) -> None:
+def test_sampled_requests_report_all_tokens(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.ask("three", prompt(3, 7), 6, n=3)
     run.finish()

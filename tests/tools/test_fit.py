@@ -48,9 +48,9 @@ from tests.support.models.quantised_writers import gptq, write
 from tests.support.models.quick import variants_with
 
 GIB = 1 << 30
-SOME_BYTES = 6 * MIB  # free memory of which tiny models leave a pool, too small for all rows
+SOME_BYTES = 6 * MIB  # free memory that leaves tiny models a pool too small for all rows
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-# What no test depends on, so that pools are bounded by memory.
+# Settings that let memory bound the pools.
 COMMON: dict[str, Any] = {"weight_cache": "off", "max_num_seqs": 40}
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 class Folders(dict[str, Path]):
-    """Checkpoints of variants, written when a test first takes them."""
+    """Checkpoints of variants, written when a test first uses them."""
 
     def __init__(self, factory: pytest.TempPathFactory) -> None:
         self._factory = factory
@@ -94,13 +94,13 @@ def fitted(source: ModelSource, num_bytes: int, **settings: Any) -> Fit:
 def built(
     monkeypatch: pytest.MonkeyPatch, source: ModelSource, num_bytes: int, **settings: Any
 ) -> BuiltRunner:
-    """By the engine, on a CPU with as much free memory."""
+    """Build the engine's runner on a CPU with this free memory."""
     monkeypatch.setattr(build, "available_cpu_bytes", lambda: num_bytes)
     return build_runner(config_from_flat(**(COMMON | settings), device="cpu"), source)
 
 
 def check_same(found: Fit, runner: BuiltRunner) -> None:
-    """The whole plan, block by block."""
+    """Assert that the memory plans and configs are equal."""
     assert found.memory == runner.memory
     assert found.memory.weights_bytes == sum(each.num_bytes for each in found.weights)
     assert [group.num_blocks for group in found.groups] == list(runner.memory.num_blocks)
@@ -117,7 +117,7 @@ def check_same(found: Fit, runner: BuiltRunner) -> None:
 
 @needs_core
 @pytest.mark.parametrize(("variant", "formats"), variants_with(list(FORMATS)))
-def test_the_plan_is_the_engines(
+def test_plan_equals_the_engines_plan(
     variant: str, formats: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, settings = resolve_model(str(folders[variant])), FORMATS[formats]
@@ -127,8 +127,10 @@ def test_the_plan_is_the_engines(
 
 
 @pytest.mark.parametrize(("kv_format", "row"), [("auto", 2 * 28), ("int8", 28 + 4), ("fp8", 28)])
-def test_latent_vectors_by_the_formula(kv_format: str, row: int, folders: dict[str, Path]) -> None:
-    """Per token and layer one vector of kv_lora_rank + qk_rope_head_dim numbers."""
+def test_latent_vectors_follow_the_formula(
+    kv_format: str, row: int, folders: dict[str, Path]
+) -> None:
+    """Each token and layer has one vector of kv_lora_rank + qk_rope_head_dim numbers."""
     source = resolve_model(str(folders["deepseek_v3"]))
     found = fitted(source, SOME_BYTES, dtype="bfloat16", kv_cache_dtype=kv_format)
     raw = json.loads((folders["deepseek_v3"] / "config.json").read_text())
@@ -136,7 +138,7 @@ def test_latent_vectors_by_the_formula(kv_format: str, row: int, folders: dict[s
     assert [group.token_bytes for group in found.groups] == [raw["num_hidden_layers"] * row]
 
 
-def test_experts_in_one_tensor_are_those_of_the_config(tmp_path: Path) -> None:
+def test_stacked_experts_match_the_config(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "mixtral")
     (tmp_path / "model.safetensors").unlink()
     checkpoint.model.save_pretrained(tmp_path, save_original_format=False)
@@ -152,7 +154,7 @@ def test_experts_in_one_tensor_are_those_of_the_config(tmp_path: Path) -> None:
         ["llama", "qwen2", "gpt2", "mistral_window"],
     ),
 )
-def test_the_plan_of_a_gguf_file(
+def test_plan_of_a_gguf_file_equals_the_engines_plan(
     variant: str,
     kind: int,
     settings: dict[str, Any],
@@ -160,7 +162,7 @@ def test_the_plan_of_a_gguf_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Quantised layers as the file has them, tied tables, too."""
+    """Quantised layers and tied tables keep the formats of the file."""
     source = resolve_model(str(convert(folders[variant], tmp_path / "model.gguf", kind)))
     found = fitted(source, SOME_BYTES, **settings)
     check_same(found, built(monkeypatch, source, SOME_BYTES, **settings))
@@ -190,7 +192,7 @@ def test_the_plan_of_a_gguf_file(
         ),
     ],
 )
-def test_the_plan_of_a_large_shape(
+def test_plan_of_a_large_shape_equals_the_engines_plan(
     shape: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = resolve_model(f"shape:{shape}")
@@ -201,8 +203,8 @@ def test_the_plan_of_a_large_shape(
 
 
 @needs_core
-def test_weights_are_what_the_model_takes(folders: dict[str, Path]) -> None:
-    """Counted on the loaded model itself, not on a plan."""
+def test_planned_weights_equal_the_loaded_model(folders: dict[str, Path]) -> None:
+    """The expected bytes are counted on the loaded model, not on a plan."""
     for variant in ("qwen3_tied", "gpt2", "opt_350m"):
         source = resolve_model(str(folders[variant]))
         spec = load_spec(source.directory)
@@ -218,7 +220,7 @@ def test_weights_are_what_the_model_takes(folders: dict[str, Path]) -> None:
 @needs_core
 @pytest.mark.parametrize("variant", ["llama_multi_query", "qwen3_next", "gpt2", "qwen3_moe_some"])
 @pytest.mark.parametrize("name", ["as it is", "int8", "float64"])
-def test_what_each_of_several_ranks_takes(
+def test_plan_of_tensor_parallel_ranks_equals_a_loaded_rank(
     name: str, variant: str, folders: dict[str, Path]
 ) -> None:
     folder = folders[variant]
@@ -239,8 +241,8 @@ def test_what_each_of_several_ranks_takes(
 
 @needs_core
 @pytest.mark.parametrize("variant", ["llama_tied", "qwen3_5", "qwen2_windows"])
-def test_the_fullest_stage_is_told(variant: str, folders: dict[str, Path]) -> None:
-    """It has the least blocks, which all have."""
+def test_plan_reports_the_fullest_stage(variant: str, folders: dict[str, Path]) -> None:
+    """Each stage has as many blocks as the fullest one can hold."""
     source = resolve_model(str(folders[variant]))
     found = fitted(source, 12 * MIB, dtype="float32", pipeline_parallel_size=2)
     one = fitted(source, 6 * MIB, dtype="float32")
@@ -255,43 +257,43 @@ def test_the_fullest_stage_is_told(variant: str, folders: dict[str, Path]) -> No
     assert found.memory.num_slots >= one.memory.num_slots and not found.warnings
 
 
-def test_cores_share_a_cpu_and_have_gpus_of_their_own(folders: dict[str, Path]) -> None:
+def test_cores_share_a_cpu_but_not_a_gpu(folders: dict[str, Path]) -> None:
     source = resolve_model(str(folders["llama_tied"]))
-    one, asked = fitted(source, 6 * MIB), {"data_parallel_size": 2}
-    assert fitted(source, 12 * MIB, **asked).memory == one.memory
+    one, ranked = fitted(source, 6 * MIB), {"data_parallel_size": 2}
+    assert fitted(source, 12 * MIB, **ranked).memory == one.memory
     ranks = {"tensor_parallel_size": 2}
     of_ranks = fitted(source, 12 * MIB, **ranks)
-    assert fitted(source, 24 * MIB, **ranks, **asked).memory == of_ranks.memory
+    assert fitted(source, 24 * MIB, **ranks, **ranked).memory == of_ranks.memory
     gpu = Device("a GPU", "cuda", 8 << 30)
-    plans = [fit(config_from_flat(**each), source, gpu).memory for each in ({}, asked)]
+    plans = [fit(config_from_flat(**each), source, gpu).memory for each in ({}, ranked)]
     assert plans[0] == plans[1]
 
 
 @needs_core
-def test_ranks_of_a_quantised_checkpoint(tmp_path: Path) -> None:
-    asked = {"dtype": "float32", "tensor_parallel_size": 2}
+def test_ranks_of_quantised_checkpoints_equal_loaded_ranks(tmp_path: Path) -> None:
+    ranked = {"dtype": "float32", "tensor_parallel_size": 2}
     for number, form in enumerate((gptq(4, 32), gptq(4, 32, desc_act=True))):
         path, _ = write(tmp_path / str(number), form, intermediate_size=128)
-        found = fitted(resolve_model(str(path)), 12 * MIB, **asked)
+        found = fitted(resolve_model(str(path)), 12 * MIB, **ranked)
         own = LoadOptions(place=RankPlace(thread_groups(2)[0]))
         model = load_model(path, load_spec(path), torch.float32, CPU, own)
-        orders = 2 * 2 * 64 * 4 * number  # of inputs that were sorted; no config foretells them
+        orders = 2 * 2 * 64 * 4 * number  # the orders of sorted inputs, which no config predicts
         assert found.memory.weights_bytes + orders == model_bytes(model)
         file = convert(
             write_checkpoint(tmp_path / f"plain{number}", "gpt2").directory,
             tmp_path / f"{number}.gguf",
             (Q8_0, Q4_0)[number],
         )
-        found = fitted(resolve_model(str(file)), 12 * MIB, **asked, quantization="none")
+        found = fitted(resolve_model(str(file)), 12 * MIB, **ranked, quantization="none")
         own = LoadOptions(formats=IN_THE_DTYPE, place=RankPlace(thread_groups(2)[0]))
         model = load_model(file, load_spec(file), torch.float32, CPU, own)
         assert found.memory.weights_bytes == model_bytes(model)
     path, _ = write(tmp_path / "odd", gptq(4, 32), intermediate_size=96)
     with pytest.raises(ConfigError, match="Each of 2 ranks has 48 of its 96"):
-        fitted(resolve_model(str(path)), 12 * MIB, **asked)
+        fitted(resolve_model(str(path)), 12 * MIB, **ranked)
 
 
-def test_alternatives_are_what_those_settings_give(folders: dict[str, Path]) -> None:
+def test_alternatives_equal_a_fit_with_their_settings(folders: dict[str, Path]) -> None:
     source = resolve_model(str(folders["llama_tied"]))
     found = fitted(source, SOME_BYTES, dtype="bfloat16")
     assert [(a.weights, a.kv) for a in found.alternatives] == [
@@ -303,16 +305,16 @@ def test_alternatives_are_what_those_settings_give(folders: dict[str, Path]) -> 
         settings = {"dtype": "bfloat16", "quantization": quantization, "kv_cache_dtype": row.kv}
         other = fitted(source, SOME_BYTES, **settings)
         longest = fitted(source, SOME_BYTES, **settings, max_model_len=AUTO_LENGTH).memory
-        wanted = Alternative(
+        expected = Alternative(
             row.weights, row.kv, other.memory.weights_bytes, other.memory.pool_bytes,
             other.memory.num_slots, other.requests[-1].at_once, row.note,
             longest.max_model_len, other.requests[-1].at_once,
         )  # fmt: skip
-        assert row == wanted
+        assert row == expected
 
 
-def test_requests_are_counted_in_blocks(folders: dict[str, Path]) -> None:
-    """57 blocks of 16 tokens: 7 requests of 128 tokens hold 56 of them."""
+def test_requests_at_once_are_counted_in_blocks(folders: dict[str, Path]) -> None:
+    """Of 57 blocks with 16 tokens, 7 requests of 128 tokens hold 56."""
     source = resolve_model(str(folders["llama"]))
     spec = load_spec(source.directory)
     pool = 57 * spec.kv_bytes_per_token(4) * 16
@@ -330,8 +332,8 @@ def test_requests_are_counted_in_blocks(folders: dict[str, Path]) -> None:
 # ---- GPUs ------------------------------------------------------------------------------------
 
 
-def test_a_gpu() -> None:
-    """Its share, less weights, CUDA's context, workspace and reserve, cut into blocks."""
+def test_gpu_pool_is_the_share_minus_fixed_memory() -> None:
+    """The share minus weights, CUDA's context, workspace, graphs and reserve is cut into blocks."""
     source = resolve_model("shape:llama-3.1-8b")
     spec = load_spec(source.directory)
     config = config_from_flat(gpu_memory_utilization=0.9, max_model_len=8192)
@@ -373,18 +375,18 @@ def test_a_gpu() -> None:
         pytest.param("qwen3-30b-a3b", "fp8", marks=pytest.mark.slow),
     ],
 )
-def test_weights_quantised_on_a_gpu(
+def test_quantised_weights_on_a_gpu_equal_the_engines_plan(
     shape: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As large as the engine plans them, experts beside each other and tied tables, too."""
+    """This includes stacked experts and tied tables."""
     pytest.importorskip("triton")
     settings = {"quantization": quantization, "kv_cache_dtype": "int8", "dtype": "bfloat16"}
     config = config_from_flat(max_model_len=8192, **settings)
     found = fit(config, resolve_model(f"shape:{shape}"), find_gpu("80GB"))
     assert found.warnings == ()
-    asked = [a for a in found.alternatives if a.note.startswith("as asked")]
-    assert [(a.weights, a.kv, a.note) for a in asked] == [(quantization, "int8", "as asked")]
-    assert asked[0].weights_bytes == found.memory.weights_bytes
+    ranked = [a for a in found.alternatives if a.note.startswith("as asked")]
+    assert [(a.weights, a.kv, a.note) for a in ranked] == [(quantization, "int8", "as asked")]
+    assert ranked[0].weights_bytes == found.memory.weights_bytes
     monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
     monkeypatch.setattr(experts, "experts_class", lambda device: experts.StackedExperts)
     empty = make_model(found.spec, torch.bfloat16, torch.device("meta"))
@@ -394,7 +396,7 @@ def test_weights_quantised_on_a_gpu(
     assert planned == found.memory.weights_bytes
 
 
-def test_quantised_weights_where_nothing_else_helps_on_a_gpu() -> None:
+def test_quantization_is_advised_if_nothing_else_helps() -> None:
     source, config = resolve_model("shape:llama-3.1-8b"), config_from_flat(max_model_len=8192)
     with pytest.raises(
         OutOfMemory, match="fit with --quantization fp8 or with --quantization int4."
@@ -420,21 +422,21 @@ def test_quantised_weights_where_nothing_else_helps_on_a_gpu() -> None:
         ("1.5 GiB", "a GPU of 1.5 GiB", 3 << 29),
     ],
 )
-def test_names_of_gpus(name: str, found: str, num_bytes: int) -> None:
+def test_gpu_names_are_recognised(name: str, found: str, num_bytes: int) -> None:
     assert find_gpu(name) == Device(found, "cuda", num_bytes)
 
 
 @pytest.mark.parametrize("name", ["", "A100", "0GB", "24", "-3GB", "gb", "H1000"])
-def test_unknown_gpus(name: str) -> None:
+def test_unknown_gpus_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"no device .*known are cpu .*H100-NVL.*sizes such as"):
         find_gpu(name)
 
 
-# ---- what is in the way ----------------------------------------------------------------------
+# ---- models that do not fit ------------------------------------------------------------------
 
 
-def test_a_model_that_does_not_fit_says_by_how_much() -> None:
-    """With so many bytes more it fits, with fewer it does not."""
+def test_error_reports_the_missing_memory() -> None:
+    """The model fits with the reported memory in addition, but not with less."""
     source = resolve_model("shape:qwen3-1.7b")
     for settings in ({"max_model_len": 64}, {"max_model_len": 64, "kv_cache_dtype": "int8"}):
         with pytest.raises(OutOfMemory) as caught:
@@ -448,7 +450,7 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
 
 
 @needs_core
-def test_settings_that_would_help() -> None:
+def test_advised_settings_fit() -> None:
     source = resolve_model("shape:qwen3-0.6b")
     with pytest.raises(OutOfMemory, match=r"one request of 40,960 tokens") as caught:
         fitted(source, 12 * GIB)
@@ -468,7 +470,7 @@ def test_settings_that_would_help() -> None:
         fitted(source, 100 * MIB)
 
 
-def test_settings_that_would_help_on_a_gpu() -> None:
+def test_advised_gpu_settings_fit() -> None:
     source, config = resolve_model("shape:llama-3.1-8b"), config_from_flat(max_model_len=8192)
     words = "--gpu-memory-utilization 0.97 --max-num-batched-tokens 2048"
     with pytest.raises(OutOfMemory) as caught:
@@ -482,7 +484,7 @@ def test_settings_that_would_help_on_a_gpu() -> None:
         fit(config, source, find_gpu("18.5GiB"))
 
 
-def test_settings_that_the_engine_refuses(folders: dict[str, Path]) -> None:
+def test_settings_that_the_engine_refuses_are_refused(folders: dict[str, Path]) -> None:
     source = resolve_model(str(folders["llama"]))
     for settings, message in (
         ({"dtype": "float64", "quantization": "int8"}, "not float64"),
@@ -493,7 +495,7 @@ def test_settings_that_the_engine_refuses(folders: dict[str, Path]) -> None:
             fitted(source, SOME_BYTES, **settings)
 
 
-def test_a_pool_that_is_not_there(folders: dict[str, Path]) -> None:
+def test_pool_larger_than_the_memory_gets_a_warning(folders: dict[str, Path]) -> None:
     source = resolve_model(str(folders["llama"]))
     found = fitted(source, SOME_BYTES, kv_cache_memory_bytes=100 * MIB)
     (warning,) = found.warnings
@@ -504,18 +506,18 @@ def test_a_pool_that_is_not_there(folders: dict[str, Path]) -> None:
 
 
 def changed(folder: Path, to: Path, **tensors: torch.Tensor | None) -> ModelSource:
-    """The checkpoint with other tensors, or without some."""
-    kept = load_file(folder / "model.safetensors")
+    """Write the checkpoint with tensors replaced or removed."""
+    tensors_left = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        kept.pop(name, None)
+        tensors_left.pop(name, None)
         if tensor is not None:
-            kept[name] = tensor
-    save_file(kept, to / "model.safetensors")
+            tensors_left[name] = tensor
+    save_file(tensors_left, to / "model.safetensors")
     (to / "config.json").write_bytes((folder / "config.json").read_bytes())
     return resolve_model(str(to))
 
 
-def test_weights_of_another_model(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_mismatched_weights_get_warnings(folders: dict[str, Path], tmp_path: Path) -> None:
     norm, down = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
     odd = {norm: None, down: torch.zeros(3, 3), "extra.weight": torch.zeros(2)}
     source = changed(folders["llama"], tmp_path, **odd)
@@ -526,8 +528,8 @@ def test_weights_of_another_model(folders: dict[str, Path], tmp_path: Path) -> N
     )
 
 
-def test_weights_that_loading_refuses(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Of a dtype that stands for something else, and cut off behind a header that is whole."""
+def test_unloadable_weights_get_warnings(folders: dict[str, Path], tmp_path: Path) -> None:
+    """One tensor has a dtype of quantised values; one file is truncated after its header."""
     norm = {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}
     source = changed(folders["llama"], tmp_path, **norm)
     (warning,) = fitted(source, SOME_BYTES).warnings
@@ -538,8 +540,10 @@ def test_weights_that_loading_refuses(folders: dict[str, Path], tmp_path: Path) 
     assert f"{file} cannot be read" in warning
 
 
-def test_what_the_engine_passes_over(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A tied head that is stored again, and names without the prefix."""
+def test_redundant_tensors_and_names_get_no_warning(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A tied head is stored twice, or names lack the prefix."""
     head = load_file(folders["qwen3_tied"] / "model.safetensors")["model.embed_tokens.weight"]
     source = changed(folders["qwen3_tied"], tmp_path, **{"lm_head.weight": head})
     assert fitted(source, SOME_BYTES).warnings == ()
@@ -549,7 +553,9 @@ def test_what_the_engine_passes_over(folders: dict[str, Path], tmp_path: Path) -
     assert fitted(source, SOME_BYTES).warnings == ()
 
 
-def test_a_config_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_config_alone_gives_the_plan_and_a_warning(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     config = (folders["llama"] / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
     found = fitted(resolve_model(str(tmp_path)), SOME_BYTES)
@@ -562,22 +568,22 @@ def test_a_config_alone(folders: dict[str, Path], tmp_path: Path) -> None:
         fitted(resolve_model(str(tmp_path)), SOME_BYTES, model_impl="quire")
 
 
-def test_weights_that_cannot_be_looked_at(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_uncheckable_weight_files_get_a_warning(folders: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folders["llama"] / "config.json").read_bytes())
     index = tmp_path / "model.safetensors.index.json"
-    for name, content, says in (
+    for name, content, problem in (
         ("pytorch_model.bin", "", "has its weights only as pytorch_model.bin"),
         (index.name, '{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors"),
         ("1.safetensors", "{}", "is not a valid safetensors file"),
     ):
         (tmp_path / name).write_text(content)
         (warning,) = fitted(resolve_model(str(tmp_path)), SOME_BYTES).warnings
-        assert warning.startswith("the weight files could not be checked: ") and says in warning
+        assert warning.startswith("the weight files could not be checked: ") and problem in warning
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_without_the_core(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where oneDNN has an order of its own, a tied table is kept beside it; as torch tells."""
+def test_plan_without_the_core_equals_torch(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If oneDNN packs the weights, a tied table is kept in addition."""
     for module in (formats, pack, derive):
         monkeypatch.setattr(module, "core", lambda: None)
     source, torch_dtype = resolve_model("shape:qwen3-0.6b"), getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""Test the tables of `quire fit`: GGUF files of a model, and formats with which less fits."""
+"""Tables of `quire fit`: GGUF files of a model, and formats that fit a shorter request."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.support.models.gguf_writer import Q8_0, convert
 from tests.tools.test_fit import GIB, SOME_BYTES, fitted, on_cpu
 
 
-def test_a_gguf_file_of_the_model_takes_what_the_file_takes(tmp_path: Path) -> None:
+def test_predicted_gguf_sizes_equal_real_files(tmp_path: Path) -> None:
     """Compare the predicted sizes with those of real files in the same formats."""
     folder = write_checkpoint(tmp_path / "a", "llama").directory
     plan = fitted(resolve_model(str(folder)), SOME_BYTES, dtype="bfloat16")
@@ -24,15 +24,15 @@ def test_a_gguf_file_of_the_model_takes_what_the_file_takes(tmp_path: Path) -> N
     assert rows["GGUF Q8_0"].weights_bytes == found.memory.weights_bytes
     assert (
         rows["GGUF Q4_K"].weights_bytes == rows["GGUF Q8_0"].weights_bytes
-    )  # rows are no whole blocks
+    )  # rows are not a multiple of the block size
     large = fit(config_from_flat(), resolve_model("shape:qwen3-0.6b"), on_cpu(64 * GIB)).gguf_files
     sizes = [row.weights_bytes for row in large]
     assert sizes[0] > sizes[1] > sizes[2] < sizes[3] and all(row.longest for row in large)
     assert not fit(config_from_flat(), resolve_model("shape:opt-13b"), on_cpu(64 * GIB)).gguf_files
 
 
-def test_formats_that_fit_a_shorter_request() -> None:
-    """The error of a model whose maximum does not fit holds what fits instead."""
+def test_error_lists_formats_that_fit_a_shorter_request() -> None:
+    """The error for a maximum length that does not fit lists the lengths that fit."""
     source = resolve_model("shape:llama-3.1-8b")
     with pytest.raises(DoesNotFit) as caught:
         fit(config_from_flat(), source, on_cpu(20 * GIB))

@@ -1,4 +1,4 @@
-"""The client against servers that send byte by byte, too little, or nothing."""
+"""The client against servers that send byte by byte, too few bytes, or none."""
 
 import asyncio
 import shutil
@@ -30,7 +30,7 @@ PAYLOADS = ['{"text": "grün 🌿"}', "a\nb"]
 
 
 async def request(url: str, path: str, *more: Any, **options: Any) -> Response:
-    """Over a connection of its own."""
+    """Send a request over its own connection."""
     client = HttpClient(url)
     try:
         return await client.request(path, *more, **options)
@@ -39,7 +39,7 @@ async def request(url: str, path: str, *more: Any, **options: Any) -> Response:
 
 
 async def stream_json(url: str, path: str, body: Any) -> AsyncGenerator[str, None]:
-    """Over a connection of its own."""
+    """Stream events over their own connection."""
     client = HttpClient(url)
     try:
         async with aclosing(client.stream_json(path, body)) as events:
@@ -58,7 +58,7 @@ def run(coroutine: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
 
 
 def stream_answer(size: int, chunk_size: int) -> Answer:
-    """EVENTS in HTTP chunks of one size, written in pieces of another."""
+    """Answer with EVENTS in HTTP chunks of one size, written in pieces of another size."""
     data = EVENTS.encode()
     chunks = [chunk(data[i : i + chunk_size]) for i in range(0, len(data), chunk_size)]
     wire = head(kind="text/event-stream; charset=utf-8") + b"".join(chunks) + LAST_CHUNK
@@ -72,13 +72,13 @@ def stream_answer(size: int, chunk_size: int) -> Answer:
 
 
 @pytest.mark.parametrize("cut", range(len(EVENTS.encode()) + 1))
-def test_events_may_be_cut_anywhere(cut: int) -> None:
+def test_events_may_be_split_at_any_byte(cut: int) -> None:
     data, parser = EVENTS.encode(), EventParser()
     assert parser.feed(data[:cut]) + parser.feed(data[cut:]) == [*PAYLOADS, "[DONE]"]
 
 
 @pytest.mark.parametrize(("size", "chunk_size"), [(1, 1), (1, 1000), (7, 3), (10_000, 5)])
-def test_a_stream_in_pieces_of_any_size(size: int, chunk_size: int) -> None:
+def test_streams_are_read_in_pieces_of_any_size(size: int, chunk_size: int) -> None:
     async def scenario() -> None:
         async with serving(stream_answer(size, chunk_size)) as server:
             client = HttpClient(server.url + "/base/", {"Authorization": "Bearer key"})
@@ -91,12 +91,12 @@ def test_a_stream_in_pieces_of_any_size(size: int, chunk_size: int) -> None:
             assert first.json() == {"prompt": "ü"}
             assert first.headers["authorization"] == "Bearer key"
             assert first.headers["x-a"] == "b"
-            assert server.num_connections == 1  # used again
+            assert server.num_connections == 1  # reused
 
     run(scenario())
 
 
-def test_whole_answers_byte_by_byte() -> None:
+def test_whole_answers_are_read_byte_by_byte() -> None:
     wire = b"HTTP/1.1 100 Continue\r\n\r\n" + head(201, length=13) + b'{"a": [1, 2]}'
 
     async def answer(seen: Seen, send: Send) -> None:
@@ -123,7 +123,7 @@ def test_whole_answers_byte_by_byte() -> None:
         (307, {}, "307: without a reason"),
     ],
 )
-def test_a_refusal_brings_the_servers_words(status: int, body: Any, words: str) -> None:
+def test_errors_contain_the_message_of_the_server(status: int, body: Any, words: str) -> None:
     async def answer(seen: Seen, send: Send) -> None:
         await send_json(send, body, status)
 
@@ -138,7 +138,7 @@ def test_a_refusal_brings_the_servers_words(status: int, body: Any, words: str) 
     run(scenario())
 
 
-def test_an_answer_that_is_no_stream_is_one_payload() -> None:
+def test_answer_without_a_stream_is_one_payload() -> None:
     async def answer(seen: Seen, send: Send) -> None:
         await send_json(send, {"choices": []})
 
@@ -164,23 +164,23 @@ def test_closing_a_stream_closes_the_connection() -> None:
     run(scenario())
 
 
-def test_an_answer_that_breaks_off() -> None:
+def test_truncated_stream_raises_after_its_events() -> None:
     async def answer(seen: Seen, send: Send) -> None:
         await send(head(kind="text/event-stream") + chunk(b"data: 1\n\n"))
         raise ConnectionError
 
     async def scenario() -> None:
         async with serving(answer) as server:
-            got = []
+            received = []
             with pytest.raises(HttpError, match="broke before the answer was complete"):
                 async for data in stream_json(server.url, "/x", {}):
-                    got.append(data)
-            assert got == ["1"]
+                    received.append(data)
+            assert received == ["1"]
 
     run(scenario())
 
 
-def test_a_server_that_does_not_answer_in_time() -> None:
+def test_late_answer_raises_a_timeout() -> None:
     async def answer(seen: Seen, send: Send) -> None:
         await asyncio.Event().wait()
 
@@ -192,7 +192,7 @@ def test_a_server_that_does_not_answer_in_time() -> None:
     run(scenario())
 
 
-def test_nobody_listens() -> None:
+def test_missing_server_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     with pytest.raises(HttpError, match="nothing answers at .* is the server running") as error:
@@ -204,12 +204,12 @@ def test_nobody_listens() -> None:
     "url",
     ["127.0.0.1:8000", "ftp://host", "http://", "", "http://a:99999", "http://a:x", "http://[::1"],
 )
-def test_an_address_that_is_none(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="http://127.0.0.1:8000"):
         HttpClient(url)
 
 
-def test_a_header_that_cannot_be_sent() -> None:
+def test_invalid_header_is_refused() -> None:
     async def answer(seen: Seen, send: Send) -> None:
         await send_json(send, {})
 

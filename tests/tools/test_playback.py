@@ -1,4 +1,4 @@
-"""A recording gives the frames that a watcher would have seen, to the block, and its stories."""
+"""Playback of a recording gives the frames of a live view, block by block, and the stories."""
 
 import gzip
 import json
@@ -54,10 +54,10 @@ def steps_of(recording: Path) -> list[Plan]:
         for f, frames in enumerate((1000, 3))
     ],
 )
-def test_frames_add_up_to_what_was(
+def test_frames_add_up_to_the_engines_state(
     tmp_path: Path, num_steps: int, key_frames: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last frame of a recording that ends after some steps is the engine's own state then."""
+    """The last frame of a recording is the engine's state at its end."""
     monkeypatch.setattr(playback, "KEY_FRAMES", key_frames)
     run = Run(tmp_path / "run", preemption_mode="swap", pipeline_depth=2)
     run.ask("early", list(range(20)), 40)
@@ -81,9 +81,9 @@ def test_frames_add_up_to_what_was(
     assert {name: viewer.known[name] for name in SAME} == {name: truth[name] for name in SAME}
     moves = [move for step in steps_of(tmp_path / "run") for move in step.moves]
     for kind in ("copy", "swap_out"):
-        told = viewer.counts.get(kind, 0)
-        assert told == sum(len(move.source) for move in moves if move.kind == kind)
-    assert step_ids == list(range(step_ids[-1] + 1)), "each step is told once"
+        counted = viewer.counts.get(kind, 0)
+        assert counted == sum(len(move.source) for move in moves if move.kind == kind)
+    assert step_ids == list(range(step_ids[-1] + 1)), "each step appears once"
     lines = timelines_of(read_recording(tmp_path / "run"))[0]
     every = [*lines.ended.values(), *lines.open.values()]
     assert stories["requests"] == {
@@ -93,8 +93,8 @@ def test_frames_add_up_to_what_was(
     assert snapshots == list(range(0, len(frames), key_frames))
 
 
-def test_two_runs_in_one_directory(tmp_path: Path) -> None:
-    """The second one has another pool, and numbers its steps anew."""
+def test_two_runs_in_one_directory_are_played(tmp_path: Path) -> None:
+    """The second run has another pool and numbers its steps from 0."""
     for num_blocks in (20, 26):
         run = Run(tmp_path / "run", num_blocks=num_blocks)
         run.ask("one", list(range(20)), 8)
@@ -108,7 +108,7 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     assert steps == [*range(len(steps) // 2)] * 2
 
 
-def test_frames_are_so_far_apart_as_asked(tmp_path: Path) -> None:
+def test_frames_keep_the_given_interval(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.everything()
     every_s = 0.005
@@ -119,7 +119,7 @@ def test_frames_are_so_far_apart_as_asked(tmp_path: Path) -> None:
     assert len(frames) < len(played(tmp_path / "run")) - 1
 
 
-def test_what_cannot_be_played(tmp_path: Path) -> None:
+def test_missing_recording_and_unwritable_output_are_reported(tmp_path: Path) -> None:
     output = tmp_path / "frames.jsonl"
     with pytest.raises(ConfigError, match="no recording"):
         write_playback(tmp_path, output, 0.0, Outcome())
@@ -132,24 +132,24 @@ def test_what_cannot_be_played(tmp_path: Path) -> None:
         write_playback(tmp_path / "run", tmp_path / "no" / "where", 0.0, Outcome())
 
 
-def test_times_are_those_that_the_engine_measured(tmp_path: Path) -> None:
+def test_frame_times_equal_the_engines_metrics(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     metrics = EngineMetrics(run.core.view().num_rows, 96, True)
     run.core.subscribe(metrics)
     run.everything()
     *frames, _ = played(tmp_path / "run")
     first = metrics.histograms["time_to_first_token_seconds"]
-    told = [frame["first_ms"] for frame in frames if "first_ms" in frame]
-    assert 4 < len(told) <= first.counts.sum()
-    assert min(told) > 0 and max(told) <= 1e3 * first.total
+    counted = [frame["first_ms"] for frame in frames if "first_ms" in frame]
+    assert 4 < len(counted) <= first.counts.sum()
+    assert min(counted) > 0 and max(counted) <= 1e3 * first.total
     next_ms = [frame["next_ms"] for frame in frames if "next_ms" in frame]
     mean = metrics.histograms["inter_token_latency_seconds"]
     assert abs(np.mean(next_ms) - 1e3 * mean.total / mean.counts.sum()) < 1.0
 
 
 @pytest.mark.parametrize("policy", slow_but(["fifo", "srtf", "two-level"], "two-level"))
-def test_a_run_that_was_watched_is_replayed_and_played(tmp_path: Path, policy: str) -> None:
-    """Who watches looks nothing up: that would name blocks before their time."""
+def test_watched_run_is_replayed_and_played(tmp_path: Path, policy: str) -> None:
+    """A live view makes no look-ups, which would name blocks too early."""
     run = Run(tmp_path / "run", scheduling_policy=policy, max_num_seqs=3)
     run.core.subscribe(lambda event: run.core.scheduler.live_state() and None)
     run.everything()

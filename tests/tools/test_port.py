@@ -1,4 +1,4 @@
-"""`quire port` names the nearest architecture, lists what differs, and begins a class that runs."""
+"""`quire port` names the nearest architecture, lists differences, and writes a class skeleton."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ TOKENS = random_tokens(20)
 
 
 def renamed(folder: Path, variant: str, model_type: str, **fields: Any) -> Path:
-    """A checkpoint of a variant under another type's name."""
+    """Write a checkpoint of a variant under the name of another type."""
     write_checkpoint(folder, variant)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {"model_type": model_type} | fields
@@ -36,7 +36,7 @@ def renamed(folder: Path, variant: str, model_type: str, **fields: Any) -> Path:
 
 
 def foreign(folder: Path, model_type: str) -> Path:
-    """A tiny checkpoint of a type that we have no class for."""
+    """Write a tiny checkpoint of a type for which quire has no class."""
     known = transformers.AutoConfig.for_model(model_type).to_dict()
     sizes = {name: size for name, size in TINY.items() if name in known and name != "head_dim"}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -49,7 +49,7 @@ _NEAREST: dict[str, Nearest] = {}  # by the checkpoint's config and shapes
 
 
 def nearest(checkpoint: Checkpoint) -> Nearest:
-    """Compare with all of ours, once for each content of a checkpoint."""
+    """Compare with all architectures, once for each content of a checkpoint."""
     key = f"{json.dumps(checkpoint.config, sort_keys=True)} {checkpoint.shapes}"
     if key not in _NEAREST:
         _NEAREST[key] = find_nearest(checkpoint)
@@ -76,7 +76,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", slow_but(["qwen2", "gemma2", "gpt_neox"], "gpt_neox"))
-def test_a_type_of_ours_under_another_name_runs(
+def test_renamed_architecture_gives_a_class_that_runs(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "ours", variant)
@@ -91,7 +91,7 @@ def test_a_type_of_ours_under_another_name_runs(
     assert torch.equal(logits(folder), logits(tmp_path / "ours"))
 
 
-def test_stablelm(tmp_path: Path) -> None:
+def test_stablelm_is_nearest_to_llama(tmp_path: Path) -> None:
     found = nearest_of(foreign(tmp_path, "stablelm"))
     assert found.model_type == "llama"
     assert {field.name for field in found.fields} == {"rope_parameters", "layer_norm_eps"}
@@ -105,7 +105,7 @@ def test_stablelm(tmp_path: Path) -> None:
     }
 
 
-def test_starcoder2(tmp_path: Path) -> None:
+def test_starcoder2_is_nearest_to_qwen2(tmp_path: Path) -> None:
     found = nearest_of(foreign(tmp_path, "starcoder2"))
     assert found.model_type == "qwen2", "which has biases of queries, keys and values"
     assert {"norm_epsilon", "use_bias"} <= {field.name for field in found.fields}
@@ -115,7 +115,7 @@ def test_starcoder2(tmp_path: Path) -> None:
     assert names["model.layers.N.self_attn.o_proj.bias"].count == 3
 
 
-def test_what_is_open_is_refused_until_it_is_done(
+def test_open_fields_and_tensors_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = foreign(tmp_path / "model", "stablelm")
@@ -131,10 +131,10 @@ def test_what_is_open_is_refused_until_it_is_done(
 
 
 @pytest.mark.slow
-def test_the_test_that_is_written_compares_with_transformers(
+def test_written_test_compares_with_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the class as it stands it fails; with a right one it passes."""
+    """It fails with the skeleton and passes with a correct class."""
     folder = foreign(tmp_path / "model", "stablelm")
     checkpoint = read_checkpoint(folder)
     files = write_skeleton(checkpoint, nearest(checkpoint), tmp_path / "out")
@@ -142,7 +142,7 @@ def test_the_test_that_is_written_compares_with_transformers(
     tests = imported(files[1], monkeypatch)
     with pytest.raises(ModelError, match="the class for stablelm does not read it yet"):
         tests.test_it_is_equal(tmp_path / "tiny", monkeypatch)
-    # A Llama is what is left once its config says the same as ours.
+    # Once the config is that of a Llama, the class is correct.
     write_checkpoint(tmp_path / "llama", "llama")
     config = json.loads((tmp_path / "llama" / "config.json").read_text())
     made.OPEN_FIELDS.clear()
@@ -151,7 +151,7 @@ def test_the_test_that_is_written_compares_with_transformers(
     tests.test_it_is_equal(tmp_path / "right", monkeypatch)
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(renamed(tmp_path / "model", "gpt_neox", "fable-2"))
     out = tmp_path / "out"
     out.mkdir()
@@ -161,7 +161,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert [path.name for path in out.iterdir()] == ["test_fable_2.py"]
 
 
-def test_without_weights_the_config_tells(tmp_path: Path) -> None:
+def test_config_alone_finds_the_nearest_architecture(tmp_path: Path) -> None:
     folder = renamed(tmp_path, "gpt_neox", "fable")
     (folder / "model.safetensors").unlink()
     found = nearest_of(folder)
@@ -169,7 +169,7 @@ def test_without_weights_the_config_tells(tmp_path: Path) -> None:
     assert "by config.json alone" in next(lines(read_checkpoint(folder), found))
 
 
-def test_sizes_under_other_names(tmp_path: Path) -> None:
+def test_sizes_under_other_names_are_matched(tmp_path: Path) -> None:
     folder = renamed(tmp_path, "llama", "fable")
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -179,7 +179,7 @@ def test_sizes_under_other_names(tmp_path: Path) -> None:
     assert found.model_type == "llama" and found.is_same
 
 
-def test_what_is_no_such_checkpoint(tmp_path: Path) -> None:
+def test_supported_and_invalid_checkpoints_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "llama", "llama")
     with pytest.raises(
         ConfigError, match="type 'llama' are supported already; compare .* `quire verify"
@@ -190,7 +190,7 @@ def test_what_is_no_such_checkpoint(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "empty")
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_writes_the_skeleton(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = foreign(tmp_path / "model", "stablelm")
     capsys.readouterr()
     status, out, err = run(capsys, "port", str(folder), "--out", str(tmp_path / "out"))
@@ -200,9 +200,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_command_writes_over_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_command_overwrites_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = ("port", str(foreign(tmp_path / "model", "stablelm")), "--out", str(tmp_path / "out"))
     status, _, _ = run(capsys, *command)
     assert status == 0
@@ -212,7 +210,7 @@ def test_the_command_writes_over_nothing(
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == written
 
 
-def test_names() -> None:
+def test_module_and_class_names_are_valid() -> None:
     assert [module_name(each) for each in ("a-b", "3d", "class")] == [
         "a_b",
         "model_3d",

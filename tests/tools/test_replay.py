@@ -1,4 +1,4 @@
-"""Replays: a scheduler that plans otherwise is found, with the step, the field and the values.
+"""Replays detect a scheduler that plans differently, with the step, the field and the values.
 
 Covers `tools/replay_model.py`.
 """
@@ -55,7 +55,7 @@ def test_pauses_and_priorities_are_replayed(tmp_path: Path, monkeypatch) -> None
     assert difference_of(tmp_path / "run").during.startswith("schedule step")
 
 
-def test_a_smaller_budget_is_found(recording: Path, monkeypatch) -> None:
+def test_smaller_budget_is_detected(recording: Path, monkeypatch) -> None:
     schedule = Scheduler.schedule
 
     def stingy(self, now):
@@ -73,8 +73,8 @@ def test_a_smaller_budget_is_found(recording: Path, monkeypatch) -> None:
     assert found.lines()[0] == "step 1: plan.num_tokens differs"
 
 
-def test_another_block_is_found(recording: Path, monkeypatch) -> None:
-    """From the second step on fresh blocks are taken from the other end."""
+def test_other_block_choice_is_detected(recording: Path, monkeypatch) -> None:
+    """From the second step on, free blocks are taken from the other end."""
     schedule, done = Scheduler.schedule, []
 
     def other_end(self, now):
@@ -89,7 +89,7 @@ def test_another_block_is_found(recording: Path, monkeypatch) -> None:
     assert found.recorded.startswith("block_id: ")
 
 
-def test_no_plan_where_there_was_one(recording: Path, monkeypatch) -> None:
+def test_missing_plan_is_detected(recording: Path, monkeypatch) -> None:
     schedule = Scheduler.schedule
 
     def lazy(self, now):
@@ -101,7 +101,7 @@ def test_no_plan_where_there_was_one(recording: Path, monkeypatch) -> None:
     assert (found.recorded, found.replayed) == ("a plan", "no plan")
 
 
-def test_an_exception_is_a_difference(recording: Path, monkeypatch) -> None:
+def test_exception_is_a_difference(recording: Path, monkeypatch) -> None:
     def broken(self, *_):
         raise ZeroDivisionError
 
@@ -114,14 +114,14 @@ def test_an_exception_is_a_difference(recording: Path, monkeypatch) -> None:
     )
 
 
-def test_a_prefix_that_is_not_looked_up(recording: Path, monkeypatch) -> None:
-    """Without prefix hits more is computed; a recording without tokens also sees what is asked."""
+def test_missing_prefix_look_up_is_detected(recording: Path, monkeypatch) -> None:
+    """Without prefix hits more is computed. A recording without tokens also shows the look-up."""
     monkeypatch.setattr(BlockNaming, "is_indexed", lambda self, sequence: False)
     found = difference_of(recording)
     assert (found.step_id, found.subject) in ((0, "the look-up"), (1, "plan.computed_bound"))
 
 
-def test_a_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypatch) -> None:
+def test_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypatch) -> None:
     """The recording ends with the call that raised; the same scheduler raises again there."""
     run = Run(tmp_path)
     run.ask("r", prompt(1, 9), 20)
@@ -143,10 +143,8 @@ def test_a_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypat
     assert (found.recorded, found.replayed) == ("KeyError was raised", "nothing was raised")
 
 
-def test_a_call_that_raised_is_recorded_with_the_names_that_it_had_given(
-    tmp_path: Path, monkeypatch
-) -> None:
-    """Without them a replay without tokens would go another way before it comes to the bug."""
+def test_failed_call_is_recorded_with_its_new_block_names(tmp_path: Path, monkeypatch) -> None:
+    """Otherwise a replay without tokens would diverge before it reaches the error."""
 
     def broken(self, builder, most, now):
         raise KeyError("a bug")
@@ -163,8 +161,8 @@ def test_a_call_that_raised_is_recorded_with_the_names_that_it_had_given(
     assert replay_all(read_recording(tmp_path)).difference is None
 
 
-def test_the_scheduler_s_own_attributes_may_change(recording: Path, monkeypatch) -> None:
-    """A recording from the start does not depend on how the state is kept."""
+def test_scheduler_attributes_may_change(recording: Path, monkeypatch) -> None:
+    """A recording from the engine's start does not depend on the scheduler's data structures."""
     init = rows.RowTable.__init__
 
     def with_more(self, num_rows, max_model_len):
@@ -192,14 +190,14 @@ def recorded(directory: Path, keeps_tokens: bool = True, **settings: object) -> 
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_model_gives_the_same_tokens(tmp_path: Path, depth: int) -> None:
+def test_model_gives_the_recorded_tokens(tmp_path: Path, depth: int) -> None:
     recorded(tmp_path, pipeline_depth=depth, preemption_mode="swap")
     outcome = replay_model.replay_with_model(read_recording(tmp_path), {})
     assert outcome.difference is None, outcome.difference.lines()
     assert "sampled tokens are identical" in outcome.notes[-1]
 
 
-def test_another_model_is_found(tmp_path: Path) -> None:
+def test_other_model_is_detected(tmp_path: Path) -> None:
     from tests.support.models.reference_checkpoints import write_checkpoint
 
     recorded(tmp_path / "run")
@@ -210,7 +208,7 @@ def test_another_model_is_found(tmp_path: Path) -> None:
     assert outcome.difference.subject.startswith("the token of row ")
 
 
-def test_the_model_needs_tokens_and_the_beginning(tmp_path: Path) -> None:
+def test_model_replay_needs_tokens_and_the_start(tmp_path: Path) -> None:
     recorded(tmp_path / "without", keeps_tokens=False)
     with pytest.raises(ConfigError, match="record-tokens"):
         replay_model.replay_with_model(read_recording(tmp_path / "without"), {})
@@ -233,10 +231,10 @@ def test_the_model_needs_tokens_and_the_beginning(tmp_path: Path) -> None:
         ("scheduler_extensions", ["{file}:Evil"]),
     ],
 )
-def test_a_recording_does_not_choose_the_code_that_runs(
+def test_recording_cannot_choose_the_code_that_runs(
     recording: Path, tmp_path: Path, name: str, value: str | list[str]
 ) -> None:
-    """A stranger's recording may name a file; the file is not run."""
+    """An untrusted recording may name a file, which is not run."""
     file = tmp_path / "evil.py"
     file.write_text("raise SystemExit('the file of a recording ran')\n")
     named = value.format(file=file) if isinstance(value, str) else [value[0].format(file=file)]

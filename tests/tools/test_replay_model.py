@@ -46,7 +46,7 @@ def record(path: Path, depth: int) -> list[str]:
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 2))
-def test_grammars_are_followed(tmp_path: Path, depth: int) -> None:
+def test_replay_follows_the_grammars(tmp_path: Path, depth: int) -> None:
     answers = record(tmp_path, depth)
     assert json.loads(answers[0])["name"] in ("fox", "cow")
     outcome = replay_with_model(read_recording(tmp_path), {})
@@ -54,7 +54,7 @@ def test_grammars_are_followed(tmp_path: Path, depth: int) -> None:
     assert "sampled tokens are identical" in outcome.notes[-1]
 
 
-def test_a_segment_that_begins_within_an_answer(
+def test_segment_that_begins_within_an_answer_is_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests come from a snapshot, so their grammars are compiled again."""
@@ -74,8 +74,8 @@ def test_a_segment_that_begins_within_an_answer(
     assert "sampled tokens are identical" in outcome.notes[-1]
 
 
-def test_it_stops_where_an_image_is_encoded(tmp_path: Path) -> None:
-    """A recording has no pixels: the steps before the image are compared, and no later ones."""
+def test_replay_stops_at_an_encoded_image(tmp_path: Path) -> None:
+    """A recording has no pixels, so only the steps before the image are compared."""
     folder = write_vision_model(tmp_path / "model", "gemma3")
     text = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
@@ -101,8 +101,8 @@ def test_it_stops_where_an_image_is_encoded(tmp_path: Path) -> None:
     assert outcome.notes[1] == "3 sampled tokens are identical"
 
 
-def test_notes_about_numerics() -> None:
-    """A fingerprint of another version gives a note, too: the replay itself is done."""
+def test_different_numerics_give_notes() -> None:
+    """A fingerprint of another version also gives only a note."""
     ours = dict.fromkeys(PARTS, "x")
     assert _numerics_notes(fingerprint(ours), ours) == _numerics_notes(None, ours) == []
     [note] = _numerics_notes("q0-1-2", ours)

@@ -14,7 +14,7 @@ def test_report_without_a_path_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_facts_stand_beside_the_results(tmp_path: Path) -> None:
+def test_report_has_results_and_facts_of_the_machine(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.json"
     write_report(path, {"a": 1}, plain_facts)
     written = json.loads(path.read_text(encoding="utf-8"))
@@ -22,7 +22,7 @@ def test_facts_stand_beside_the_results(tmp_path: Path) -> None:
     assert {"cpu", "cores", "python", "date", "commit"} == written["machine"].keys()
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_report_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written to .*report.json"):
         write_report(tmp_path / "file" / "report.json", {}, plain_facts)

@@ -1,4 +1,4 @@
-"""A fit finds the coefficients that made the durations, also with disturbed steps."""
+"""A fit finds the coefficients that generated the durations, even with disturbed steps."""
 
 from pathlib import Path
 
@@ -75,13 +75,13 @@ def test_known_coefficients_are_found() -> None:
     ):  # fmt: skip
         ends_s, duration_s = found.carry_out(plan, 10.0, idle_s)
         assert duration_s == pytest.approx(factor * truth.seconds(plan), rel=1e-3)
-        beside = ends_s - 10.0 - duration_s
-        assert beside == pytest.approx(factor * (host_s(plan) - 1e-3), rel=1e-3)
+        host_time_s = ends_s - 10.0 - duration_s
+        assert host_time_s == pytest.approx(factor * (host_s(plan) - 1e-3), rel=1e-3)
     assert found.plans_s(3, 10.0) == pytest.approx(10.001)
 
 
-def test_all_together_is_right_though_single_steps_are_not() -> None:
-    """What is often a little late counts; what hardly ever is, and much, does not."""
+def test_total_time_is_right_despite_slow_steps() -> None:
+    """Frequent small delays count; a rare large one does not."""
     truth = Fitted({"fixed": 1e-3, "tokens": 1e-5})
     factors = [1.0, 1.0, 1.0, 1.4] * 50 + [30.0]
     made = plans(len(factors), 5)
@@ -110,23 +110,23 @@ def test_no_coefficient_is_negative() -> None:
     assert non_negative(inputs, np.array([1.0, 3.0, 5.0])) == pytest.approx([0.0, 22 / 14])
 
 
-def test_it_is_kept_in_a_file(tmp_path: Path) -> None:
+def test_fit_is_written_and_read(tmp_path: Path) -> None:
     path, fitted = tmp_path / "fit.json", Fitted(KNOWN, 1e-3, 2e-5, 3e-5, 1.5, 5.0, "m", "d")
     write_fitted(path, fitted)
     assert read_fitted(path) == fitted
     assert any("blocks moved" in line for line in lines_of(fitted))
 
 
-def test_what_is_no_fit_is_told(tmp_path: Path) -> None:
+def test_invalid_fits_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "fit.json"
-    for text, told in (
+    for text, message in (
         ("{", "cannot be read"),
         ("{}", "holds no step times"),
         ('{"kind": "quire step times", "step": {"speed": 1}}', "by fixed, tokens"),
         ('{"kind": "quire step times", "step": {"fixed": -1}}', "numbers from 0"),
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             read_fitted(path)
     with pytest.raises(ConfigError, match="too few"):
         fit_steps([Measured(plan, 1.0) for plan in plans(5, 0)])

@@ -1,4 +1,4 @@
-"""Traces keep to the Chrome trace event format, and show every step and every holder of a row."""
+"""Traces follow the Chrome trace event format, and show each step and each row's sequences."""
 
 import json
 from pathlib import Path
@@ -23,8 +23,8 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("cut", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_trace(tmp_path: Path, cut: bool) -> None:
-    """Also over several segments, of which the second begins in the middle of things."""
+def test_trace_shows_steps_rows_and_requests(tmp_path: Path, cut: bool) -> None:
+    """A trace may cover several segments, the second of which begins within requests."""
     run = Run(tmp_path / "run", preemption_mode="swap", pipeline_depth=2)
     run.ask("early", list(range(20)), 40)
     if cut:
@@ -53,14 +53,14 @@ def test_a_trace(tmp_path: Path, cut: bool) -> None:
     assert any("swap_out of" in e["name"] for e in events if e["ph"] == "i")
 
 
-def test_a_step_with_guesses_is_no_chunk(tmp_path: Path) -> None:
-    """Nor are the tokens that they brought left out of what a replay with the model compares."""
-    guesses = {"method": "ngram", "prompt_lookup_max": 1}
+def test_steps_with_drafts_are_not_shown_as_chunks(tmp_path: Path) -> None:
+    """A replay with the model compares the accepted draft tokens as well."""
+    drafts = {"method": "ngram", "prompt_lookup_max": 1}
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, allowed_token_ids=[40])
     with LLM(
         "demo", max_model_len=96, dtype="float32", disable_log_stats=True,
         kv_cache_memory_bytes=8 << 20, record=str(tmp_path / "run"), record_tokens=True,
-        speculative_config=guesses,
+        speculative_config=drafts,
     ) as llm:  # fmt: skip
         llm.generate(["one two, one two"], params, use_tqdm=False)
     write_trace(tmp_path / "run", tmp_path / "trace.json")

@@ -1,4 +1,4 @@
-"""Traces as they are published: columns, times, and what prompts share."""
+"""Published traces: columns, times, and shared prefixes."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def lengths(trace: Trace) -> list[tuple[float, int, int]]:
     return [(each.at_s, each.num_prompt, each.num_output) for each in trace.requests]
 
 
-def test_azure_2023_and_2024(tmp_path: Path) -> None:
+def test_azure_traces_of_2023_and_2024_are_read(tmp_path: Path) -> None:
     head = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
     older = "2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:05.4799600,2,109\n"
     newer = "2024-05-10 00:00:01.500000+00:00,374,44\n2024-05-10 00:00:00+00:00,2,109\n"
@@ -31,7 +31,7 @@ def test_azure_2023_and_2024(tmp_path: Path) -> None:
     assert lengths(read_trace(write(tmp_path, head + newer))) == [(0.0, 2, 109), (1.5, 374, 44)]
 
 
-def test_burst_gpt_without_answers_that_failed(tmp_path: Path) -> None:
+def test_burst_gpt_skips_failed_answers(tmp_path: Path) -> None:
     text = (
         "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
         "5,ChatGPT,472,18,490,Conversation log\n"
@@ -48,7 +48,7 @@ def mooncake(*items: dict[str, object]) -> str:
     return "\n".join(map(json.dumps, items)) + "\n"
 
 
-def test_hash_ids_of_mooncake_become_shared_tokens(tmp_path: Path) -> None:
+def test_mooncake_hash_ids_become_shared_tokens(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         mooncake(
@@ -67,7 +67,7 @@ def test_hash_ids_of_mooncake_become_shared_tokens(tmp_path: Path) -> None:
     assert [arrival.at_s for arrival in arrivals] == [0.0, 2.0, 6.0]
 
 
-def test_a_turn_comes_after_the_answer_before_it(tmp_path: Path) -> None:
+def test_turn_arrives_after_the_previous_answer(tmp_path: Path) -> None:
     def turn(num: int, **fields: object) -> dict[str, object]:
         return {"input_length": num, "output_length": 3, "session_id": "a", **fields}
 
@@ -82,7 +82,7 @@ def test_a_turn_comes_after_the_answer_before_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("when,what\n1,2\n", "TIMESTAMP, ContextTokens, GeneratedTokens"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,2\n", "line 2: TIMESTAMP='soon'"),
@@ -93,11 +93,11 @@ def test_a_turn_comes_after_the_answer_before_it(tmp_path: Path) -> None:
         ("", "not a known trace"),
     ],
 )
-def test_what_cannot_be_read_is_told(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_invalid_traces_are_reported(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_trace(write(tmp_path, text))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_trace_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "none.csv")

@@ -1,4 +1,4 @@
-"""`quire verify` finds nothing where there is nothing, and planted faults where they are.
+"""`quire verify` finds planted faults at their place, and none in equal models.
 
 Covers `tools/verify/theirs.py` and `tools/verify/paged.py`.
 """
@@ -53,19 +53,19 @@ MORE_VARIANTS += ("gpt2", "mixtral", "qwen2_moe", "gpt_oss")
 
 @pytest.fixture(scope="module", autouse=True)
 def young_objects() -> None:
-    """A verification collects garbage: let it not look through what other tests have left."""
+    """Freeze objects of other tests, since a verification collects garbage."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token of a prompt is a step of its own in one of the ways."""
+    """Shorten prompts, since one of the ways takes a step for each prompt token."""
     monkeypatch.setattr(verify_module, "RANDOM_TOKENS", 12)
 
 
 def verify(model: Path, *, spec: ModelSpec | None = None, against: Path | None = None,
            **settings: Any) -> Report:  # fmt: skip
-    """With what is tried cut to the reference backend in float64, unless settings say more."""
+    """Verify with the reference backend in float64 only, unless settings add others."""
     quick = {"quantization": "none", "attention_backend": "reference"}
     config = config_from_flat(model=str(model), **(quick | settings))
     where = None if against is None else str(against)
@@ -73,7 +73,7 @@ def verify(model: Path, *, spec: ModelSpec | None = None, against: Path | None =
 
 
 def first(report: Report) -> tuple[str, int | None]:
-    """Where the first difference arises: point and token."""
+    """Return the point and the token of the first difference."""
     assert report.verdict == DIFFERS
     assert report.failed is not None and report.failed.first is not None
     return report.failed.first.point, report.failed.first.position
@@ -86,7 +86,7 @@ def first(report: Report) -> tuple[str, int | None]:
         *(pytest.param(name, marks=[pytest.mark.slow]) for name in MORE_VARIANTS),
     ],
 )
-def test_what_is_equal(variant: str, tmp_path: Path) -> None:
+def test_equal_models_are_within_rounding(variant: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, variant)
     report = verify(tmp_path)
     assert report.verdict == WITHIN, "\n".join(lines(report))
@@ -100,7 +100,7 @@ def test_what_is_equal(variant: str, tmp_path: Path) -> None:
     assert report.runs[-1].computed == "by the engine" and report.runs[-1].tokens is not None
 
 
-def test_a_quick_comparison_and_the_number_of_runs(tmp_path: Path) -> None:
+def test_quick_comparison_announces_its_number_of_runs(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     seen: list[tuple[str, int]] = []
     settings = {"model": str(tmp_path), "quantization": "none", "attention_backend": "reference"}
@@ -116,7 +116,7 @@ def test_a_quick_comparison_and_the_number_of_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_backends_and_formats_of_this_machine(tmp_path: Path) -> None:
+def test_backends_and_formats_of_this_machine_are_within_rounding(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "qwen3_tied")
     report = verify(tmp_path, quantization=None, attention_backend="auto", kv_cache_dtype="auto")
     assert report.verdict == WITHIN, "\n".join(lines(report))
@@ -154,14 +154,14 @@ def wrong_window(spec: ModelSpec) -> ModelSpec:
 @pytest.mark.parametrize(
     ("fault", "place"),
     [
-        (wrong_theta, ("layers.0.attention", 1)),  # position 0 is not turned
+        (wrong_theta, ("layers.0.attention", 1)),  # position 0 is not rotated
         pytest.param(wrong_eps, ("layers.0.attention", 0), marks=pytest.mark.slow),
         (wrong_activation, ("layers.0", 0)),
         (wrong_window, ("layers.1.attention", 5)),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
-def test_a_wrong_option_is_found(
+def test_wrong_option_is_found_at_its_place(
     fault: Callable[[ModelSpec], ModelSpec], place: tuple[str, int], tmp_path: Path
 ) -> None:
     spec = write_checkpoint(tmp_path, "qwen2_windows").spec
@@ -203,7 +203,7 @@ def embedding(tensors: Tensors) -> None:
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )
-def test_a_wrong_weight_is_found(
+def test_wrong_weight_is_found_at_its_place(
     fault: Callable[[Tensors], None], point: str, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path / "right", "llama")
@@ -219,10 +219,10 @@ def test_a_wrong_weight_is_found(
     assert "point by point" in text
 
 
-def test_a_near_tie_is_told_from_an_error() -> None:
-    wanted = {LOGITS: torch.tensor([[0.0, 1.0, 0.999], [3.0, 1.0, 0.0], [0.0, 0.0, 1.0]])}
-    got = {LOGITS: torch.tensor([[0.0, 0.998, 1.0], [3.0, 1.0, 0.0], [0.0, 0.0, 1.0]])}
-    found = tokens_chosen(got, wanted, [5, 1, 0, 2], prompt=1)
+def test_near_tie_is_not_an_error() -> None:
+    expected = {LOGITS: torch.tensor([[0.0, 1.0, 0.999], [3.0, 1.0, 0.0], [0.0, 0.0, 1.0]])}
+    actual = {LOGITS: torch.tensor([[0.0, 0.998, 1.0], [3.0, 1.0, 0.0], [0.0, 0.0, 1.0]])}
+    found = tokens_chosen(actual, expected, [5, 1, 0, 2], prompt=1)
     assert (found.count, found.same, found.position, found.is_tie) == (3, 2, 0, True)
     assert not dataclasses.replace(found, error=1e-4).is_tie
     run = Run("plain", "float32", "cpu", "auto", "at once", "transformers", 1.0, tokens=found)
@@ -231,19 +231,19 @@ def test_a_near_tie_is_told_from_an_error() -> None:
 
 
 def test_nan_is_a_difference() -> None:
-    wanted = {LOGITS: torch.ones(2, 3)}
-    (found,) = differences({LOGITS: torch.full((2, 3), torch.nan)}, wanted, torch.float32, 0.5)
+    expected = {LOGITS: torch.ones(2, 3)}
+    (found,) = differences({LOGITS: torch.full((2, 3), torch.nan)}, expected, torch.float32, 0.5)
     assert found.position == 0
     run = Run("plain", "float32", "cpu", "auto", "at once", "us", 0.5, differences=(found,))
     assert not run.is_within
     assert not dataclasses.replace(run, reroutes=True).is_within
 
 
-def test_a_token_that_rounding_sends_to_another_expert() -> None:
-    """It is no fault where rounding is as large as that, if most tokens are right."""
-    wanted, got = torch.ones(5, 3), torch.ones(5, 3)
-    got[3] = -7.0
-    (found,) = differences({LOGITS: got}, {LOGITS: wanted}, torch.bfloat16, 0.1)
+def test_rerouted_token_is_within_rounding_if_most_are_equal() -> None:
+    """Large rounding errors may change a token's expert; this is not a fault."""
+    expected, actual = torch.ones(5, 3), torch.ones(5, 3)
+    actual[3] = -7.0
+    (found,) = differences({LOGITS: actual}, {LOGITS: expected}, torch.bfloat16, 0.1)
     assert found.relative > 1 and (found.median, found.position) == (0.0, 3)
     run = Run("plain", "bfloat16", "cpu", "auto", "at once", "us", 0.1, differences=(found,))
     assert not run.is_within and not run.is_rerouted
@@ -255,7 +255,7 @@ def test_a_token_that_rounding_sends_to_another_expert() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_only_what_rounds_much_may_change_experts(tmp_path: Path) -> None:
+def test_only_coarse_formats_may_reroute_tokens(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mixtral_window")
     report = verify(tmp_path, quantization=None, attention_backend="cpu")
     assert report.verdict == WITHIN, "\n".join(lines(report))
@@ -263,18 +263,18 @@ def test_only_what_rounds_much_may_change_experts(tmp_path: Path) -> None:
     assert {run.reroutes for run in report.runs if run.bound <= 2e-4} == {False}
 
 
-# ---- what transformers cannot read itself ----------------------------------------------------
+# ---- models that transformers cannot read ----------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", one_of_each_type())
-def test_tensors_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> None:
-    """So that transformers is given what the file has, whatever our layers make of it."""
+def test_checkpoint_tensors_equal_the_file(variant: str, tmp_path: Path) -> None:
+    """Transformers then gets the values of the file, regardless of our packing."""
     spec = write_checkpoint(tmp_path, variant).spec
     options = LoadOptions(formats=IN_THE_DTYPE)
     model = load_model(tmp_path, spec, torch.float64, CPU, options)
-    found, wanted = checkpoint_tensors(model), load_file(tmp_path / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    for name, values in wanted.items():
+    found, expected = checkpoint_tensors(model), load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
         torch.testing.assert_close(found[name], values.double(), rtol=0, atol=1e-15, msg=name)
 
 
@@ -282,8 +282,7 @@ def test_tensors_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> No
     "variant",
     slow_but(["llama", "llama3_rope", "qwen3", "gpt2", "phi3", "gpt_oss"], "phi3"),
 )
-def test_gguf(variant: str, tmp_path: Path) -> None:
-    """Beside its own dequantised weights."""
+def test_gguf_file_equals_its_dequantised_weights(variant: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, variant)
     path = convert(tmp_path, tmp_path / "model.gguf", Q8_0)
     settings = {"attention_backend": "cpu" if core() is not None else "torch"}
@@ -301,8 +300,8 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", slow_but(FORMS, "gptq"))
-def test_a_quantised_checkpoint(form: str, tmp_path: Path) -> None:
-    """Beside its own dequantised weights, and beside those that it stands for."""
+def test_quantised_checkpoint_equals_its_dequantised_weights(form: str, tmp_path: Path) -> None:
+    """It also equals the plain checkpoint that it was made from."""
     quantised, plain = write_quantised(tmp_path, FORMS[form])
     settings = {"attention_backend": "cpu" if core() is not None else "torch"}
     report = verify(quantised, quantization=None, **settings)
@@ -314,8 +313,8 @@ def test_a_quantised_checkpoint(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_an_engine_with_a_quantised_checkpoint_rounds_activations(tmp_path: Path) -> None:
-    """So other tokens than those of the dequantised weights are not an error."""
+def test_tokens_may_differ_by_rounded_activations(tmp_path: Path) -> None:
+    """An engine with a quantised checkpoint rounds activations, so this is not an error."""
     quantised, _ = write_quantised(tmp_path, gptq(4, 32))
     config = config_from_flat(model=str(quantised), attention_backend="cpu")
     report = verify_module.verify(Comparison(config, num_tokens=40))
@@ -323,7 +322,7 @@ def test_an_engine_with_a_quantised_checkpoint_rounds_activations(tmp_path: Path
     assert report.runs[-1].tokens is not None and report.runs[-1].tokens.count == 40
 
 
-def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+def test_nonfinite_weights_are_reported(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -333,8 +332,8 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-def test_a_model_that_transformers_does_not_run(tmp_path: Path) -> None:
-    """Its latent attention has as many heads of keys as of queries, whatever a config says."""
+def test_model_that_transformers_cannot_run_is_reported(tmp_path: Path) -> None:
+    """Transformers ignores num_key_value_heads of this model's latent attention."""
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "vocab_size": 97}
     sizes |= {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
     sizes |= {"v_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -344,8 +343,8 @@ def test_a_model_that_transformers_does_not_run(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-def test_files_are_looked_at_before_transformers_is(tmp_path: Path) -> None:
-    """Which says less of what is wrong with them."""
+def test_files_are_checked_before_transformers_loads(tmp_path: Path) -> None:
+    """The error of transformers would be less specific."""
     write_checkpoint(tmp_path, "llama", max_shard_size="30KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
@@ -355,7 +354,7 @@ def test_files_are_looked_at_before_transformers_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["stablelm", "starcoder2"])
-def test_models_of_transformers_classes(model_type: str, tmp_path: Path) -> None:
+def test_models_with_transformers_classes_are_verified(model_type: str, tmp_path: Path) -> None:
     folder = foreign(tmp_path, model_type)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -367,13 +366,13 @@ def test_models_of_transformers_classes(model_type: str, tmp_path: Path) -> None
     assert report.facts["model"]["class of"] == "transformers"
 
 
-def test_dummy_weights(tmp_path: Path) -> None:
+def test_dummy_weights_are_verified(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "mistral")
     (tmp_path / "model.safetensors").unlink()
     assert verify(tmp_path, load_format="dummy").verdict == WITHIN
 
 
-def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limits_the_compared_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, "llama")
     monkeypatch.setattr(verify_module, "available_cpu_bytes", lambda: 300 << 10)
     assert {run.dtype for run in verify(tmp_path).runs} >= {"float64", "float32"}
@@ -385,10 +384,10 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("variant", slow_but(["llama_tied", "qwen3_moe"], "qwen3_moe"))
-def test_numbers_that_transformers_is_given_in_float32(
+def test_packed_weights_are_given_to_transformers_in_float32(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where ours have an order of their own in memory."""
+    """Our weights are packed in another order."""
     write_checkpoint(tmp_path, variant)
     monkeypatch.setattr(verify_module, "_exact_dtype", lambda spec, given: torch.float32)
     assert verify(tmp_path, load_format="dummy").verdict == WITHIN
@@ -396,25 +395,25 @@ def test_numbers_that_transformers_is_given_in_float32(
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_dequantised_numbers_are_those_that_are_multiplied(name: str, tmp_path: Path) -> None:
+def test_dequantised_weights_equal_the_multiplied_values(name: str, tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, "llama").spec
     formats = weight_formats(ModelConfig(quantization=name))
     packed = load_model(tmp_path, spec, torch.float32, CPU, LoadOptions(formats=formats))
     plain = load_model(tmp_path, spec, torch.float32, CPU)
     take_dequantised(plain, packed)
     weight = packed.layers[0].mlp.down.weight
-    wanted = weight.rows(torch.arange(weight.shape[0]), torch.float32)
-    torch.testing.assert_close(plain.layers[0].mlp.down.weight, wanted, rtol=1e-6, atol=0)
+    expected = weight.rows(torch.arange(weight.shape[0]), torch.float32)
+    torch.testing.assert_close(plain.layers[0].mlp.down.weight, expected, rtol=1e-6, atol=0)
 
 
-def test_what_transformers_refuses(tmp_path: Path) -> None:
+def test_unloadable_reference_is_reported(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "right", "llama")
     (tmp_path / "other").mkdir()
     with pytest.raises(ModelError, match="transformers does not load this model"):
         verify(tmp_path / "right", against=tmp_path / "other")
 
 
-def test_the_whole_report_is_data(tmp_path: Path) -> None:
+def test_report_is_available_as_data(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     data = json.loads(json.dumps(as_data(verify(tmp_path))))
     assert data["verdict"] == WITHIN and len(data["tokens"]) == 4

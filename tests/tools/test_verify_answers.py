@@ -1,5 +1,5 @@
-"""`quire verify --answer`: an answer of a server is reproduced to the bit, or the report says where
-it differs. Covers `tools/verify/answers.py`.
+"""`quire verify --answer` reproduces a server's answer to the bit, or reports where it differs.
+Covers `tools/verify/answers.py`.
 
 The server also replaces its weights here, so chats are checked for the versions of their weights.
 """
@@ -49,7 +49,7 @@ def write(path: Path, request: Any, response: Any, **others: Any) -> Path:
     return path
 
 
-def test_an_answer_is_reproduced_and_weights_are_named(
+def test_answer_is_reproduced_and_weights_are_named(
     http: httpx.Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = http.post(URL, json=CHAT).json()
@@ -93,7 +93,7 @@ def test_new_weights_change_the_fingerprint(http: httpx.Client, tmp_path: Path) 
         assert differing_parts(old, new) == parts
 
 
-def test_a_report_says_where_answers_differ() -> None:
+def test_report_lists_differences() -> None:
     choice = {"index": 0, "token_ids": [1, 2, 3], "logprobs": {"values": [-0.5]}, "text": "a"}
     theirs = {"id": "x", "choices": [choice], "system_fingerprint": fingerprint(HERE)}
     mine = copy.deepcopy(theirs) | {"id": "y", "new_field": 1}
@@ -110,7 +110,7 @@ def test_a_report_says_where_answers_differ() -> None:
     assert "the device differs from the recorded engine's; here: another" in text
 
 
-def test_a_report_is_short_and_says_what_it_cannot_compare() -> None:
+def test_report_is_short_and_notes_missing_comparisons() -> None:
     long = {"choices": [{"token_ids": [0] * 100, "weights_versions": [{}, {}]}]}
     other = {"choices": [{"token_ids": [1] * 99}]}
     report: AnswerReport = compare(RecordedAnswer(URL, CHAT, long), other, HERE)
@@ -133,14 +133,14 @@ def test_a_report_is_short_and_says_what_it_cannot_compare() -> None:
         ("", {}, "no object 'request'"),
     ],
 )
-def test_answers_that_cannot_be_repeated(
+def test_unrepeatable_answers_are_refused(
     tmp_path: Path, request_: Any, response: Any, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         read_answer(write(tmp_path / "answer.json", request_, response))
 
 
-def test_files_that_are_no_answers(tmp_path: Path) -> None:
+def test_invalid_answer_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no JSON")
     for path in (tmp_path / "text", tmp_path / "absent"):
         with pytest.raises(ConfigError, match="cannot be read as JSON"):
@@ -152,7 +152,7 @@ def test_files_that_are_no_answers(tmp_path: Path) -> None:
             read_answer(tmp_path / name)
 
 
-def test_an_answer_in_tokens_has_its_seed_among_the_sampling_parameters(tmp_path: Path) -> None:
+def test_token_answer_has_its_seed_in_the_sampling_parameters(tmp_path: Path) -> None:
     url, response = "/inference/v1/generate", {"choices": [{"token_ids": [1]}]}
     for sampling in ({"temperature": 0}, {"seed": 3}):
         request = {"sampling_params": sampling}
@@ -163,7 +163,7 @@ def test_an_answer_in_tokens_has_its_seed_among_the_sampling_parameters(tmp_path
             read_answer(write(tmp_path / "one", request, response, url=url))
 
 
-def test_nothing_compared_is_not_reproduced() -> None:
+def test_answer_without_values_is_not_reproduced() -> None:
     report = compare(RecordedAnswer(URL, CHAT, {"choices": [{}]}), {"choices": [{}]}, HERE)
     assert not report.is_reproduced and "nothing in the answer" in next(report.lines())
 

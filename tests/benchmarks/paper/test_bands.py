@@ -6,7 +6,7 @@ from benchmarks.paper.bands import falling, missed, near, order, within
 from benchmarks.paper.figure import MISSED, ORDER, OWN, VALUE
 
 
-def test_near_is_a_quarter_to_either_side() -> None:
+def test_near_allows_a_quarter_in_both_directions() -> None:
     for ours, holds in ((1.59, False), (1.61, True), (2.49, True), (2.51, False)):
         found = near("a rate", ours, 2.0)
         assert found.holds == holds and found.standing == VALUE, ours
@@ -18,7 +18,7 @@ def test_within_rounds_both_ends() -> None:
         assert within("a rate", ours, 1.7, 2.7).holds == holds, ours
 
 
-def test_standings_and_reasons() -> None:
+def test_bands_have_standings_and_reasons() -> None:
     assert order("a", 1.0, 0.0, 2.0, "as good", "why").standing == ORDER
     assert order("a", 1.0, 0.0, 2.0, "", "why").standing == OWN
     found = missed("a", 1.5, 1.0, 1.9, "2", "the batches")

@@ -1,4 +1,4 @@
-"""Hand-made queues with known answers. Each step takes a second, whatever is in it."""
+"""Baselines on hand-made queues with known results. Each step takes one second."""
 
 import itertools
 from typing import Any
@@ -44,33 +44,33 @@ def ends(served: list[Served]) -> list[float]:
     return [each.finished_s for each in served]
 
 
-def test_orca_joins_and_leaves_by_iterations() -> None:
+def test_orca_admits_and_ends_requests_at_each_iteration() -> None:
     served, _ = orca(4 * MAX_LEN, longest, arrival(0, 4, 3), arrival(0.5, 4, 1), arrival(0.6, 4, 5))
     assert ends(served) == [3.0, 2.0, 6.0]
 
 
-def test_orca_max_has_room_for_few() -> None:
-    """Two chunks of 64: the third waits for the first that ends, although little is used."""
-    asked = [arrival(0, 4, 2), arrival(0.1, 4, 5), arrival(0.2, 4, 2), arrival(0.3, 4, 1)]
-    served, core = orca(2 * MAX_LEN, longest, *asked)
+def test_orca_max_admits_few_requests() -> None:
+    """Two chunks of 64 fit, so the third request waits for an end, although little is used."""
+    requests = [arrival(0, 4, 2), arrival(0.1, 4, 5), arrival(0.2, 4, 2), arrival(0.3, 4, 1)]
+    served, core = orca(2 * MAX_LEN, longest, *requests)
     assert ends(served) == [2.0, 6.0, 4.0, 5.0]
-    served, _ = orca(2 * MAX_LEN, oracle, *asked)
-    assert ends(served) == [2.0, 6.0, 3.0, 2.0]  # all at once
+    served, _ = orca(2 * MAX_LEN, oracle, *requests)
+    assert ends(served) == [2.0, 6.0, 3.0, 2.0]  # all run together
     shares = core.batches.memory.shares
     assert shares["other"] == 0.0 and shares["never"] > 0.5
 
 
-def test_what_is_reserved() -> None:
-    """Four samples of 16 slots fill 64; what is behind them waits, first come, first served."""
-    asked = [arrival(0, 8, 8, 4), arrival(0, 8, 8, 2, beams=True), arrival(0, 2, 1)]
-    served, _ = orca(64, oracle, *asked)
+def test_reservations_follow_the_policy() -> None:
+    """Four samples of 16 slots fill 64 slots. Later requests wait in order of arrival."""
+    requests = [arrival(0, 8, 8, 4), arrival(0, 8, 8, 2, beams=True), arrival(0, 2, 1)]
+    served, _ = orca(64, oracle, *requests)
     assert ends(served) == [8.0, 16.0, 9.0]
     job = Job("", Served(0.0), 10, 25, 1)
     assert [each(job, 2048) for each in (oracle, pow2, longest)] == [35, 42, 2048]
 
 
-def test_memory_is_counted_while_somebody_waits() -> None:
-    """One request of 4 + 4 tokens in a chunk of 64 of 64, and one that waits for 4 steps."""
+def test_memory_shares_are_counted_while_a_request_waits() -> None:
+    """One request of 4 + 4 tokens holds all 64 slots, and another waits for 4 steps."""
     _, core = orca(64, longest, arrival(0, 4, 4), arrival(0, 4, 1))
     shares = core.batches.memory.shares
     live = (4 + 5 + 6 + 7) / 4
@@ -79,8 +79,8 @@ def test_memory_is_counted_while_somebody_waits() -> None:
     assert shares["never"] == pytest.approx(56 / 64)
 
 
-def test_steps_take_as_long_as_what_is_in_them() -> None:
-    """Two in a batch: 3 + 5 tokens of prompts, then contexts of 4 + 6, then 7."""
+def test_step_time_depends_on_tokens_and_contexts() -> None:
+    """A batch of two has 3 + 5 prompt tokens, then contexts of 4 + 6, then 7."""
     times = Roofline(0.0, 1.0, (Attention(100.0),))
     served, _ = orca(4 * MAX_LEN, longest, arrival(0, 3, 2), arrival(0, 5, 3), times=times)
     first = 8 + 100 * 8
@@ -88,15 +88,15 @@ def test_steps_take_as_long_as_what_is_in_them() -> None:
     assert ends(served) == [second, second + 1 + 100 * 7]
 
 
-def test_faster_transformer_computes_a_batch_to_its_end() -> None:
-    asked = [arrival(0, 4, 2), arrival(0, 4, 5), arrival(0.1, 4, 1), arrival(0.2, 4, 3)]
-    served, core = serve(FasterTransformerCore, 2 * MAX_LEN + 10, *asked)
+def test_faster_transformer_runs_each_batch_to_its_end() -> None:
+    requests = [arrival(0, 4, 2), arrival(0, 4, 5), arrival(0.1, 4, 1), arrival(0.2, 4, 3)]
+    served, core = serve(FasterTransformerCore, 2 * MAX_LEN + 10, *requests)
     assert ends(served) == [5.0, 5.0, 8.0, 8.0]
     assert core.batches.mean == 2.0
 
 
-def test_batches_are_padded() -> None:
-    """Prompts of 3 and 5 are 5 each; 2 rows read contexts of 2 x 6, then of 2 x 7."""
+def test_faster_transformer_pads_batches() -> None:
+    """Prompts of 3 and 5 are padded to 5. Two rows read contexts of 2 x 6, then of 2 x 7."""
     times = Roofline(0.0, 1.0, (Attention(100.0),))
     served, _ = serve(
         FasterTransformerCore, 2 * MAX_LEN, arrival(0, 3, 1), arrival(0, 5, 3), times=times

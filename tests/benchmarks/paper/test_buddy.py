@@ -5,15 +5,14 @@ import random
 from benchmarks.paper.baselines.buddy import BuddyAllocator
 
 
-def test_random_programs() -> None:
-    """Chunks never overlap nor leave the memory, and all of it comes back."""
+def test_random_allocations_never_overlap_and_are_all_freed() -> None:
     for num in (64, 100, 1023, 1500):
         rng, memory, owner = random.Random(num), BuddyAllocator(num), [None] * num
-        held: dict[int, int] = {}
+        allocated: dict[int, int] = {}
         for step in range(400):
-            if held and rng.random() < 0.45:
-                offset = rng.choice(sorted(held))
-                size = held.pop(offset)
+            if allocated and rng.random() < 0.45:
+                offset = rng.choice(sorted(allocated))
+                size = allocated.pop(offset)
                 assert owner[offset : offset + size] == [offset] * size
                 owner[offset : offset + size] = [None] * size
                 memory.free(offset)
@@ -25,8 +24,8 @@ def test_random_programs() -> None:
                     continue
                 assert owner[offset : offset + size] == [None] * size, (num, step)
                 owner[offset : offset + size] = [offset] * size
-                held[offset] = size
+                allocated[offset] = size
             assert memory.num_free == owner.count(None)
-        for offset in held:
+        for offset in allocated:
             memory.free(offset)
         assert memory.largest_free == 1 << (num.bit_length() - 1)

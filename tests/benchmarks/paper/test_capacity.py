@@ -1,4 +1,4 @@
-"""The formula of full systems: batches from memory, rates from steps, and the host's time."""
+"""The formula of full systems: batches from memory, rates from steps, and host time."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ SAME = Workload("all the same", Lengths(100.0, 1e-6, 100, 100), Lengths(28.0, 1e
 
 
 def test_batches_follow_from_memory() -> None:
-    """128 tokens are a chunk of 128; a sequence has 100 + 14 tokens and 7.5 empty slots."""
+    """128 tokens fill one chunk. A sequence has 100 + 14 tokens and 7.5 empty slots on average."""
     slots = OPT_13B.num_slots
     assert Capacity(ORCA_ORACLE, OPT_13B, SAME).num_sequences == slots / 128
     assert Capacity(ORCA_MAX, OPT_13B, SAME).num_sequences == slots // MAX_LEN
@@ -23,12 +23,12 @@ def test_batches_follow_from_memory() -> None:
     assert shared.num_sequences == pytest.approx(2 * ours.num_sequences)
 
 
-def test_a_rate_is_the_batch_over_the_time_of_an_answer() -> None:
+def test_rate_is_the_batch_divided_by_the_answer_time() -> None:
     found = Capacity(ORCA_MAX, OPT_13B, SAME)
     assert found.rate == pytest.approx(7 / (28 * found.step_s(7)))
 
 
-def test_copies_of_beams_slow_orca_alone() -> None:
+def test_beam_copies_slow_only_orca() -> None:
     beams = Method("beams", 6, True)
     none = replace(DEFAULT, replaced=0.0)
     some = Capacity(ORCA_ORACLE, OPT_13B, SAME, beams)
@@ -37,7 +37,7 @@ def test_copies_of_beams_slow_orca_alone() -> None:
     assert ours.step_s(6) == replace(ours, assumed=none).step_s(6)
 
 
-def test_the_time_that_a_gain_needs() -> None:
+def test_needed_step_time_gives_the_requested_gain() -> None:
     ours = Capacity(QUIRE, OPT_13B, SHAREGPT)
     needed = needed_step_s(ours, ORCA_MAX, 4.0)
     assert needed is not None
@@ -48,8 +48,8 @@ def test_the_time_that_a_gain_needs() -> None:
     assert needed_step_s(ours, ORCA_MAX, 1.0) == 0.0
 
 
-def test_a_full_simulation_agrees() -> None:
-    """Orca (Max) at three times its limit; its simulation takes half a second."""
+def test_formula_agrees_with_a_full_simulation() -> None:
+    """Orca (Max) runs at three times its limit."""
     served = serve(ORCA_MAX, OPT_13B, Load(SHAREGPT, 2.0, 150.0))
     rate = served.tokens_per_s / SHAREGPT.outputs.mean
     assert rate == pytest.approx(Capacity(ORCA_MAX, OPT_13B, SHAREGPT).rate, rel=0.2)

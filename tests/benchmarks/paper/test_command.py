@@ -1,4 +1,4 @@
-"""The command's options."""
+"""Options of the command."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
 
 
 @pytest.mark.parametrize("output", [".", "docs/..", str(command.ROOT)])
-def test_reduced_results_do_not_replace_the_full_ones(
+def test_reduced_results_need_another_output(
     output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(command.ROOT)
@@ -29,7 +29,7 @@ def test_reduced_results_do_not_replace_the_full_ones(
 
 
 @pytest.mark.parametrize("seconds", ["9", "3601", "nan"])
-def test_lengths_of_traces_are_bounded(
+def test_trace_length_is_bounded(
     seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -37,7 +37,7 @@ def test_lengths_of_traces_are_bounded(
     assert "--seconds must be between 10 and 3600" in capsys.readouterr().err
 
 
-def test_reduced_runs_have_the_length_that_is_set(
+def test_reduced_runs_have_the_given_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")

@@ -1,4 +1,4 @@
-"""The papers' figures on short traces: every number lies in its band."""
+"""The papers' figures on short traces: each number lies in its band."""
 
 import importlib
 import math
@@ -46,7 +46,7 @@ QUICK = (
     "fig_18a",
     "fidelity",
 )
-SIMULATED = {"fig_12a": OPT_13B, "fig_12b": OPT_66B}  # the band of fig. 12 c checks its own
+SIMULATED = {"fig_12a": OPT_13B, "fig_12b": OPT_66B}  # fig. 12 c has its own band
 
 
 def check(name: str) -> None:
@@ -63,12 +63,12 @@ def check(name: str) -> None:
             assert bool(finding.published) == (finding.standing in STANDINGS), (name, finding)
 
 
-def test_numbers_are_in_their_bands() -> None:
+def test_quick_figures_lie_in_their_bands() -> None:
     for name in QUICK:
         check(name)
 
 
-def test_the_pages_have_the_numbers_of_the_last_run() -> None:
+def test_pages_show_the_newest_results() -> None:
     made = figures_of(newest("paper").rows)
     assert {name for page in PAGES for name in page.modules} == set(MODULES) == set(made)
     for name, text in pages_of(made).items():
@@ -79,7 +79,7 @@ def test_the_pages_have_the_numbers_of_the_last_run() -> None:
     assert all(f"## {title}\n" in text for title in titles)
 
 
-def test_rows_of_figures_are_figures_again() -> None:
+def test_figures_survive_conversion_to_rows() -> None:
     findings = [Finding("most", 1.5, -math.inf, math.inf, "2", " %"), Finding("least", 1, 0, 2)]
     curves = [Curve("ours", [1.0, 2.0], [3.0, 4.0]), Curve("theirs", [1.0], [2.0], True)]
     rates = [Rates("ours", 1.5, 2.5), Rates("theirs", None, 0.5)]
@@ -90,7 +90,7 @@ def test_rows_of_figures_are_figures_again() -> None:
     assert "| theirs | not reached | 0.5 | 0.5 |" in text
 
 
-def test_ratios_of_rates_follow_from_the_rates_in_the_file() -> None:
+def test_ratios_follow_from_the_rates_in_the_file() -> None:
     num = 0
     for each in figures_of(newest("paper").rows).values():
         for figure in each:
@@ -103,7 +103,7 @@ def test_ratios_of_rates_follow_from_the_rates_in_the_file() -> None:
     assert num == 11  # three panels of fig. 12 with two each, fig. 16 with two, fig. 17 with three
 
 
-def test_no_published_number_is_counted_twice() -> None:
+def test_each_published_number_is_counted_once() -> None:
     found = [
         (figure.source.split(",")[0], finding.what.removesuffix(", by formula"))
         for figures in figures_of(newest("paper").rows).values()
@@ -115,8 +115,7 @@ def test_no_published_number_is_counted_twice() -> None:
 
 
 class BlankRuns:
-    """Runs nothing, and gives results of the right kind: the bands of a figure follow from the
-    code alone."""
+    """Runs that return blank results of the right type, since bands depend on the code alone."""
 
     def __init__(self) -> None:
         self.num_submitted = 0
@@ -160,9 +159,9 @@ def band(finding: Finding) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_results_lie_in_the_bands_of_the_code(name: str) -> None:
-    """The result file has the bands that the code sets, and no other claims. Without simulations,
-    its results are the code's too."""
+def test_results_lie_in_the_bands_of_the_code(name: str) -> None:
+    """The result file has exactly the bands that the code sets. Results without simulations equal
+    the code's as well."""
     written = figures_of(newest("paper").rows)[name]
     figures, is_simulated = by_code(name)
     assert [each.name for each in written] == [each.name for each in figures]
@@ -177,7 +176,7 @@ def test_the_results_lie_in_the_bands_of_the_code(name: str) -> None:
 
 
 def test_bands_of_published_numbers_are_narrow() -> None:
-    """Twice the published number lies outside of a band around it."""
+    """A band around a published number excludes its double."""
     figures = [figure for name in MODULES for figure in by_code(name)[0]]
     found = [f for figure in figures for f in figure.findings if f.standing == VALUE]
     assert len(found) > 25
@@ -185,8 +184,8 @@ def test_bands_of_published_numbers_are_narrow() -> None:
         assert each.high <= 3.6 * each.low, each
 
 
-def test_the_formula_agrees_with_the_simulations() -> None:
-    """The rates of full systems by `capacity.py`, and those of whole traces with their queues."""
+def test_formula_agrees_with_the_simulations() -> None:
+    """Compare the rates by `capacity.py` with those of whole traces with queues."""
     for figure, setting in SIMULATED.items():
         for other in (ORCA_ORACLE, ORCA_MAX):
             (row,) = newest("paper").where(
@@ -196,7 +195,7 @@ def test_the_formula_agrees_with_the_simulations() -> None:
             assert row["ours"] == pytest.approx(formula, rel=0.25), (figure, other)
 
 
-def test_the_rows_of_table_4_1_are_tested() -> None:
+def test_rows_of_table_4_1_name_existing_tests() -> None:
     path = Path(__file__).parents[2] / "scheduler" / "test_table_4_1.py"
     text = path.read_text("utf-8")
     for _, _, tests in table_4_1.ROWS:
@@ -205,11 +204,11 @@ def test_the_rows_of_table_4_1_are_tested() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in QUICK])
-def test_numbers_of_longer_runs_are_in_their_bands(name: str) -> None:
+def test_longer_figures_lie_in_their_bands(name: str) -> None:
     check(name)
 
 
-def test_every_system_serves_a_short_trace() -> None:
+def test_each_system_serves_a_short_trace() -> None:
     load = Load(SHAREGPT, 3.0, 10.0)
     found = {system: serve(system, OPT_13B, load) for system in SYSTEMS}
     for system, served in found.items():

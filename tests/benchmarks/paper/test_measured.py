@@ -3,7 +3,7 @@
 from benchmarks.paper.measured import DEMO, GROUPS, MAX_LEN, PREFIX, Case, cases, measure, requests
 
 
-def test_each_group_has_ways_to_compare() -> None:
+def test_each_group_has_cases_to_compare() -> None:
     found = cases(list(GROUPS))
     for group in GROUPS:
         names = [each.name for each in found if each.group == group]
@@ -25,13 +25,12 @@ def test_requests_fit_and_share_their_prefix() -> None:
 
 
 def test_samples_share_blocks() -> None:
-    """The demo model, in a second or two."""
     alone = measure(Case("samples", "1", num=2), DEMO)
     four = measure(Case("samples", "4", num=2, n=4), DEMO)
     assert alone.saved == 0.0 < four.saved and four.batched > alone.batched
 
 
-def test_the_small_pool_preempts() -> None:
-    """Both ways, with as many requests and as small a pool as in the report."""
+def test_small_pool_preempts() -> None:
+    """Recomputing and swapping run with the requests and the pool of the report."""
     for case in cases(["preemption"]):
         assert measure(case, DEMO).num_preemptions >= 5, case

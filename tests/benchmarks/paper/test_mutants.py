@@ -41,14 +41,14 @@ def served(system: str) -> Served:
     return serve(system, OPT_13B, Load(SHAREGPT, fig_2_13.FULL_RATE, fig_2_13.FULL_S))
 
 
-sound_memory = cache(served)  # without a fault
+memory_without_fault = cache(served)  # without a fault
 
 
 def memory(system: str) -> Findings:
     """Return the findings of fig. 2, where only this system is simulated again."""
 
     def findings() -> list[Finding]:
-        found = {each: sound_memory(each) for each in fig_2_13.SYSTEMS if each != system}
+        found = {each: memory_without_fault(each) for each in fig_2_13.SYSTEMS if each != system}
         return list(fig_2_13._memory(found | {system: served(system)}).findings)
 
     return findings
@@ -60,28 +60,28 @@ def savings() -> list[Finding]:
     return list(fig_14_15._savings(REDUCED, HereRuns(), methods).findings)
 
 
-sound_waits = cache(policies.waits)
+waits_without_fault = cache(policies.waits)
 
 
 def waits(policy: int) -> Findings:
     """Return the findings of the policies, where only this one is simulated again."""
 
     def findings() -> list[Finding]:
-        found = [sound_waits(each, policies.FEW) for each in policies.POLICIES]
+        found = [waits_without_fault(each, policies.FEW) for each in policies.POLICIES]
         found[policy] = policies.waits(policies.POLICIES[policy], policies.FEW)
         return list(policies._policies(found, policies.FEW).findings)
 
     return findings
 
 
-sound_longest = cache(policies.longest_wait)
+longest_without_fault = cache(policies.longest_wait)
 
 
 def stream() -> list[Finding]:
     """Return the findings of the streams, where only two-level scheduling is simulated again."""
     longest = []
     for seconds in policies.STREAMS_S:
-        longest += [sound_longest(each, seconds) for each in policies.POLICIES[:TWO_LEVEL]]
+        longest += [longest_without_fault(each, seconds) for each in policies.POLICIES[:TWO_LEVEL]]
         longest.append(policies.longest_wait(policies.POLICIES[TWO_LEVEL], seconds))
     return list(policies._stream(longest).findings)
 
@@ -126,7 +126,7 @@ def prompts_take_twice(patch: Patch) -> None:
 
 
 def whole_table_again(patch: Patch) -> None:
-    """A row that gets a block sends its whole table to the device."""
+    """A row that gets a block sends its whole table to the device again."""
     real = Planner._append_blocks
 
     def append(self: Planner, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
@@ -224,30 +224,30 @@ SLOW: tuple[tuple[Mutant, Findings], ...] = (
 
 
 def check(mutant: Mutant, findings: Findings, patch: Patch) -> None:
-    assert not broken(findings()), "a band is broken without a fault"
+    assert not broken(findings()), "a band fails without a fault"
     with patch.context() as changed:
         mutant(changed)
-        assert broken(findings()), f"no band notices {mutant.__name__}"
+        assert broken(findings()), f"no band detects {mutant.__name__}"
 
 
 @pytest.mark.parametrize(("mutant", "findings"), QUICK)
-def test_a_band_notices(mutant: Mutant, findings: Findings, monkeypatch: Patch) -> None:
+def test_band_detects_the_fault(mutant: Mutant, findings: Findings, monkeypatch: Patch) -> None:
     check(mutant, findings, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "findings"), SLOW)
-def test_a_band_of_longer_runs_notices(
+def test_band_of_longer_runs_detects_the_fault(
     mutant: Mutant, findings: Findings, monkeypatch: Patch
 ) -> None:
     check(mutant, findings, monkeypatch)
 
 
-def test_there_are_ten_faults_and_each_is_tried() -> None:
-    """The two tests above assert that each one is caught."""
-    tried = {mutant for mutant, _ in (*QUICK, *SLOW)}
+def test_at_least_ten_faults_exist_and_each_is_tested() -> None:
+    """The two tests above assert that a band detects each fault."""
+    tested = {mutant for mutant, _ in (*QUICK, *SLOW)}
     faults = {each for each in globals().values() if is_fault(each)}
-    assert tried == faults and len(faults) >= 10
+    assert tested == faults and len(faults) >= 10
 
 
 def is_fault(value: object) -> bool:

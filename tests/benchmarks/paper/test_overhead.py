@@ -16,28 +16,28 @@ from benchmarks.paper.settings import OPT_13B, host_times
 from quire.tools.step_times import Roofline, StepLoad
 
 
-def test_sampling_takes_the_difference_of_two_measured_rates() -> None:
+def test_sampling_time_is_the_difference_of_measured_rates() -> None:
     answer = 6895.75 / 14.33 - 3024.07 / 12.29
     assert answer == pytest.approx(235, abs=1)
     assert request_s() * answer == pytest.approx(1 / 3.70 - 1 / 4.77)
 
 
-def test_the_most_explains_the_measured_batch() -> None:
-    """On a device that takes no time, all but sampling is the host's."""
+def test_max_step_time_explains_the_measured_batch() -> None:
+    """If the device's time is 0, all time but sampling is host time."""
     nothing = Roofline(weights_s=0.0, token_s=0.0)
     assert max_step_s(nothing) == pytest.approx(LATENCY_S / OUTPUT - BATCH * request_s())
     slow = Roofline(weights_s=0.0, token_s=0.0, fixed_s=0.01)
     assert max_step_s(nothing) - max_step_s(slow) == pytest.approx(0.01)
 
 
-def test_the_middle_of_both_bounds() -> None:
+def test_host_time_lies_between_both_bounds() -> None:
     found = overhead(OPT_13B.device_times)
     assert MIN_STEP_S < found.step_s < max_step_s(OPT_13B.device_times) < 0.02
     assert found == host_times()
 
 
-def test_times_have_the_host() -> None:
-    """Sampled rows of one request share its time; the device's part stays the same."""
+def test_step_times_include_the_host() -> None:
+    """Rows of one request share its sampling time. The device's part does not change."""
     load = StepLoad(10, 100, 100, 6)
     device = OPT_13B.device_times.seconds_of(lambda window: load)
     for num_rows in (1, 6):

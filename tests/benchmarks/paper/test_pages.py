@@ -14,7 +14,7 @@ from benchmarks.paper.section import section
 from benchmarks.result_files import write
 
 
-def test_measured_results_are_shown_once_there_are_some(
+def test_measured_results_are_shown_if_present(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert measured_lines(tmp_path) == []
@@ -24,7 +24,7 @@ def test_measured_results_are_shown_once_there_are_some(
     assert "| preemption | swap | 24.5 | 3.5 | 12.5% | 50.0% | 7 |" in measured_lines(tmp_path)
 
 
-def test_bands_with_one_end_say_so() -> None:
+def test_one_sided_bands_are_described() -> None:
     for low, high, expected in (
         (1.5, ANY, "at least 1.5"),
         (0.0, 0.3, "at most 0.3"),
@@ -35,7 +35,7 @@ def test_bands_with_one_end_say_so() -> None:
     assert math.isinf(ANY)
 
 
-def test_claims_count_published_sentences_alone() -> None:
+def test_claims_count_only_published_sentences() -> None:
     findings = [
         order("first", 1.0, 0.5, 2.0, "as good", "why"),
         order("second", 1.0, 0.5, 2.0, "", "why"),

@@ -16,7 +16,7 @@ CAPACITY, OUTPUT, LATENCY_S = 1.9, 80.0, 0.03
 
 
 def served(system: str, setting: Setting, load: Load, options: Options) -> Served:
-    """Serve up to CAPACITY; what is more waits: half of the growth of the queue on average."""
+    """Serve up to CAPACITY. The excess waits for half of the queue's growth on average."""
     excess_s = max(0.0, load.rate_per_s / CAPACITY - 1) * load.seconds / 2
     return Served(
         system,
@@ -36,7 +36,7 @@ def point(rate: float, latency_s: float, throughput: float = 1.0) -> Served:
 
 @pytest.mark.parametrize("first", [0.1, 1.5, 40.0])
 @pytest.mark.parametrize("seconds", [60.0, 3600.0])
-def test_a_short_trace_gives_the_rate_of_a_long_one(
+def test_short_and_long_traces_give_the_same_rate(
     seconds: float, first: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "serve", served)
@@ -46,7 +46,9 @@ def test_a_short_trace_gives_the_rate_of_a_long_one(
     assert rates == sorted(rates) and rates[0] < CAPACITY < rates[-1] <= max(4 * CAPACITY, first)
 
 
-def test_by_latency_alone_a_short_trace_gives_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_alone_overestimates_the_rate_of_short_traces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "serve", served)
     load = Load(SHAREGPT, 1.5, 0.0)
     short, long = (
@@ -56,7 +58,7 @@ def test_by_latency_alone_a_short_trace_gives_too_much(monkeypatch: pytest.Monke
     assert long.crossing() == pytest.approx(CAPACITY, rel=0.05)
 
 
-def test_both_rates_are_kept_and_the_lower_one_is_sustained() -> None:
+def test_lower_of_both_rates_is_sustained() -> None:
     points = [point(1.0, 0.1), point(2.0, 0.2, 1.9), point(4.0, 0.4, 1.8)]
     found = Sweep("any", points)
     assert found.rates == Rates("any", None, 1.8) and found.sustained == 1.8
@@ -64,13 +66,13 @@ def test_both_rates_are_kept_and_the_lower_one_is_sustained() -> None:
     assert found.rates.crossing == pytest.approx(5.0) and found.sustained == found.crossing()
 
 
-def test_a_plot_has_the_point_at_which_the_curve_leaves_it() -> None:
+def test_plot_ends_with_the_first_point_beyond_the_limit() -> None:
     points = [point(1.0, 0.1), point(2.0, 1.5), point(3.0, 4.0), point(4.0, 9.0)]
     assert Sweep("any", points).curve == Curve("any", [1.0, 2.0], [0.1, 1.5])
     assert Sweep("any", points[:1]).curve.x == [1.0]
 
 
-def test_latency_limits_a_rate_below_the_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latency_may_limit_the_rate_below_the_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(system: str, setting: Setting, load: Load, options: Options) -> Served:
         rate = load.rate_per_s
         return Served(system, rate, rate, 1.0, 1.0, {}, throughput=rate, offered=rate)
@@ -81,7 +83,7 @@ def test_latency_limits_a_rate_below_the_throughput(monkeypatch: pytest.MonkeyPa
     assert found.crossing(0.45) == pytest.approx(0.45)
 
 
-def test_a_system_that_serves_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_that_serves_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def stuck(system: str, setting: Setting, load: Load, options: Options) -> Served:
         return Served(system, load.rate_per_s, 9.0, 0.0, 0.0, {}, throughput=0.0, offered=1.0)
 
@@ -90,9 +92,9 @@ def test_a_system_that_serves_nothing_is_reported(monkeypatch: pytest.MonkeyPatc
         sweep("any", OPT_13B, Load(SHAREGPT, 1.5, 0.0), Effort(60.0, 1, False))
 
 
-def test_throughput_counts_while_a_system_is_full() -> None:
-    """Answers of 10 tokens: 40 tokens of two samples each are 2 requests in 5 s. A later admission
-    makes that 7 requests in 10 s."""
+def test_throughput_counts_only_while_a_system_is_full() -> None:
+    """A request has two answers of 10 tokens, so 40 tokens are 2 requests in 5 s. With a later
+    admission, 140 tokens are 7 requests in 10 s."""
     workload = Workload("", Lengths(4.0, 1e-6, 4, 4), Lengths(10.0, 1e-6, 10, 10))
     load = Load(workload, 1.0, 10.0, Method("samples", 2))
     ledger = Ledger(0, {})

@@ -1,4 +1,4 @@
-"""Runs of the systems: what they count, and what they refuse."""
+"""Runs of the systems: their counts, and refused settings."""
 
 from dataclasses import replace
 
@@ -24,12 +24,12 @@ BEAMS = Method("beams", 4, True)
 
 
 @pytest.mark.parametrize("system", [ORCA_ORACLE, ORCA_POW2, ORCA_MAX, FASTER_TRANSFORMER])
-def test_baselines_refuse_beams_whose_copies_they_would_not_count(system: str) -> None:
+def test_baselines_refuse_beams_with_uncounted_copies(system: str) -> None:
     with pytest.raises(ValueError, match="4 beams .* use the formula"):
         serve(system, OPT_13B, Load(ALPACA, 1.0, 5.0, BEAMS))
 
 
-def test_faster_transformer_refuses_times_that_it_would_not_use() -> None:
+def test_faster_transformer_refuses_host_times() -> None:
     slow = replace(PLAIN, assumed=replace(DEFAULT, step_s=0.02))
     with pytest.raises(ValueError, match="device's times alone"):
         serve(FASTER_TRANSFORMER, OPT_13B, Load(ALPACA, 1.0, 5.0), slow)
@@ -38,7 +38,7 @@ def test_faster_transformer_refuses_times_that_it_would_not_use() -> None:
     assert delayed.latency_s > fast.latency_s
 
 
-def test_single_sequences_save_nothing_and_replace_no_beam() -> None:
+def test_only_samples_save_blocks_and_no_beam_is_replaced() -> None:
     for method in (Method(), Method("samples", 4)):
         served = serve(QUIRE, OPT_13B, Load(ALPACA, 2.0, 5.0, method))
         assert (served.saved > 0) == (method.num > 1)
@@ -49,9 +49,9 @@ def test_single_sequences_save_nothing_and_replace_no_beam() -> None:
 def test_replaced_beams_are_counted(
     is_shrinking: bool, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One search of two beams. In all beams, the second candidate is a gap below the first one. If
-    the gap shrinks, the better beam's second candidate wins at each step. If it grows, none
-    does."""
+    """In one search of two beams, each second candidate is below the first one by a gap. If the gap
+    shrinks, the better beam's second candidate replaces the other beam at each step. If it grows,
+    no beam is replaced."""
     num_steps = 0
 
     def candidates(num: int, sureness: float, rng: object) -> Float64:
@@ -68,13 +68,13 @@ def test_replaced_beams_are_counted(
     assert num_steps == 50 and served.replaced == pytest.approx(expected, abs=0.03)
 
 
-def test_swapped_sequences_are_not_computed_again() -> None:
+def test_swapped_sequences_are_not_recomputed() -> None:
     same = Workload("", Lengths(600.0, 1e-6, 600, 600), Lengths(400.0, 1e-6, 400, 400))
     load = Load(same, 3.0, 10.0)
-    again, swapped = (
+    recomputed, swapped = (
         serve(QUIRE, OPT_13B, load, Options(mode=mode, copy_s=1e-3))
         for mode in ("recompute", "swap")
     )
-    assert again.num_preemptions > 0 == again.num_swapped
+    assert recomputed.num_preemptions > 0 == recomputed.num_swapped
     assert swapped.num_swapped == swapped.num_preemptions > 0
-    assert again.num_computed > swapped.num_computed
+    assert recomputed.num_computed > swapped.num_computed

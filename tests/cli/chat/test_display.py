@@ -36,13 +36,13 @@ The end"""
         ("", ""),
     ],
 )
-def test_blocks(text: str, whole: str) -> None:
+def test_split_blocks_returns_the_complete_blocks(text: str, whole: str) -> None:
     assert split_blocks(text) == (whole, text[len(whole) :])
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_markdown_in_pieces(size: int) -> None:
-    """The whole answer is shown once, whatever the pieces; code keeps its empty line."""
+def test_streamed_markdown_is_shown_once(size: int) -> None:
+    """The size of the chunks does not matter, and code keeps its empty line."""
     file = io.StringIO()
     shown = MarkdownDisplay(Console(file=file, width=40, force_terminal=False))
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_markdown_in_pieces(size: int) -> None:
     assert lines[lines.index("x = 1") + 1] == ""
 
 
-def test_the_growing_block_is_drawn_and_erased(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_block_is_drawn_and_erased(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "REFRESH_S", -1.0)
     file = io.StringIO()
     console = Console(file=file, width=40, height=10, force_terminal=True, color_system=None)
@@ -68,7 +68,7 @@ def test_the_growing_block_is_drawn_and_erased(monkeypatch: pytest.MonkeyPatch) 
     assert "\x1b[2K" in file.getvalue()  # lines are erased
 
 
-def test_the_end_of_a_long_block_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_lines_of_a_long_block_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "REFRESH_S", -1.0)
     file = io.StringIO()
     console = Console(file=file, width=10, height=5, force_terminal=True, color_system=None)
@@ -103,7 +103,7 @@ def test_links_do_not_hide_their_address() -> None:
     assert "http://evil.example" in file.getvalue()
 
 
-def test_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_show_tokens_rate_and_first_token_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.5, 12.5])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     each = Statistics(10.0)
@@ -113,7 +113,7 @@ def test_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     assert each.line() == "[21 tokens, 10.0 tokens/s, first after 0.50 s]"
 
 
-def test_statistics_without_tokens_or_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_omit_missing_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1.0)
     each = Statistics(1.0)
     assert each.line() == ""

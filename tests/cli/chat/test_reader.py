@@ -1,4 +1,4 @@
-"""Messages of a terminal: several lines, history, Ctrl-C and Ctrl-D."""
+"""Messages typed on a terminal: several lines, history, Ctrl-C and Ctrl-D."""
 
 import readline
 import sys
@@ -19,7 +19,7 @@ class Keyboard:
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> "list[object]":
-    """Lines that are typed, or errors that keys raise."""
+    """The lines to type, or the errors that keys raise."""
     lines: list[object] = []
 
     def read(prompt: str) -> str:
@@ -41,19 +41,20 @@ def messages(typed: list[object], lines: Iterable[object]) -> list[str]:
     return [*read_messages()]
 
 
-def test_several_lines(typed: list[object]) -> None:
+def test_messages_may_have_several_lines(typed: list[object]) -> None:
     assert messages(typed, ["one", '"""', "a", "", "b", '"""', "end"]) == ["one", "a\n\nb", "end"]
     assert messages(typed, ['"""a', 'b"""', '"""c"""']) == ["a\nb", "c"]
     assert messages(typed, ["a \\", "b\\", "c", "d"]) == ["a \nb\nc", "d"]
 
 
-def test_keys(typed: list[object], capsys: pytest.CaptureFixture[str]) -> None:
-    """Ctrl-C drops an incomplete message; the chat goes on until Ctrl-D."""
+def test_ctrl_c_drops_the_message_and_ctrl_d_ends_the_chat(
+    typed: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert messages(typed, ['"""', "a", KeyboardInterrupt(), "b"]) == ["b"]
     assert "[press Ctrl-D or type /exit to exit]" in capsys.readouterr().err
 
 
-def test_history(typed: list[object], tmp_path: Path) -> None:
+def test_history_is_saved_privately_and_read_again(typed: list[object], tmp_path: Path) -> None:
     readline.clear_history()
     readline.add_history("an earlier message")
     messages(typed, ["one"])
@@ -66,7 +67,7 @@ def test_history(typed: list[object], tmp_path: Path) -> None:
     readline.clear_history()
 
 
-def test_a_history_that_cannot_be_written(
+def test_unwritable_history_does_not_end_the_chat(
     typed: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")

@@ -15,17 +15,17 @@ Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 
-def test_a_system_message(capsys: Capture, monkeypatch: Patch) -> None:
+def test_system_command_sets_the_system_message(capsys: Capture, monkeypatch: Patch) -> None:
     target = Parrot()
     assert chat(monkeypatch, target, "/system\none\n/system Be kind.\ntwo\n") == 0
-    assert [contents(heard) for heard in target.heard] == [
+    assert [contents(received) for received in target.received] == [
         ["one"], ["Be kind.", "one", "one", "two"],
     ]  # fmt: skip
     err = capsys.readouterr().err
     assert err == "[system message: none]\n[system message: Be kind.]\n"
 
 
-def test_sampling_options(capsys: Capture, monkeypatch: Patch) -> None:
+def test_set_command_changes_sampling_options(capsys: Capture, monkeypatch: Patch) -> None:
     target = Parrot()
     text = (
         "/set\n/set temperature 0.2\n/set max_tokens 30\n/set stop end\n/set temperature default\n"
@@ -55,8 +55,9 @@ def test_sampling_options(capsys: Capture, monkeypatch: Patch) -> None:
         ("/sing", "unknown command /sing"),
     ],
 )
-def test_wrong_commands(capsys: Capture, monkeypatch: Patch, command: str, message: str) -> None:
-    """The chat goes on as it was."""
+def test_wrong_commands_report_an_error_and_change_nothing(
+    capsys: Capture, monkeypatch: Patch, command: str, message: str
+) -> None:
     target = Parrot()
     assert chat(monkeypatch, target, f"{command}\nhello\n") == 0
     captured = capsys.readouterr()
@@ -64,23 +65,23 @@ def test_wrong_commands(capsys: Capture, monkeypatch: Patch, command: str, messa
     assert target.used == []
 
 
-def test_models(capsys: Capture, monkeypatch: Patch) -> None:
+def test_model_command_lists_and_selects_models(capsys: Capture, monkeypatch: Patch) -> None:
     target = Parrot()
     assert chat(monkeypatch, target, "/model\n/model macaw\n") == 0
     assert target.used == ["macaw"]
     assert capsys.readouterr().err == "[models: parrot, macaw]\n[model macaw]\n"
 
 
-def test_an_answer_again(capsys: Capture, monkeypatch: Patch) -> None:
+def test_regen_command_replaces_the_last_answer(capsys: Capture, monkeypatch: Patch) -> None:
     target = Parrot()
     assert chat(monkeypatch, target, "one\ntwo\n/regen\nthree\n") == 0
     assert capsys.readouterr().out == "one\ntwo\ntwo\nthree\n"
-    assert contents(target.heard[2]) == ["one", "one", "two"]
-    assert contents(target.heard[3]) == ["one", "one", "two", "two", "three"]
+    assert contents(target.received[2]) == ["one", "one", "two"]
+    assert contents(target.received[3]) == ["one", "one", "two", "two", "three"]
 
 
-@pytest.mark.parametrize("question", ["long", "a"])  # with and without a part before the error
-def test_a_failed_answer_keeps_the_old_one(
+@pytest.mark.parametrize("question", ["long", "a"])  # with and without a chunk before the error
+def test_failed_regeneration_keeps_the_old_answer(
     monkeypatch: Patch, tmp_path: Path, question: str
 ) -> None:
     target, path = Parrot(error=EngineError("no.")), tmp_path / "c.json"
@@ -91,11 +92,13 @@ def test_a_failed_answer_keeps_the_old_one(
     assert json.loads(path.read_text())["messages"] == turn
 
 
-def test_save_and_load(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> None:
+def test_saved_conversation_can_be_loaded(
+    capsys: Capture, monkeypatch: Patch, tmp_path: Path
+) -> None:
     path, target = tmp_path / "c.json", Parrot()
     text = f"/system Be kind.\none\n/save {path}\n/reset\ntwo\n/load {path}\nthree\n"
     assert chat(monkeypatch, target, text) == 0
-    assert contents(target.heard[-1]) == ["Be kind.", "one", "one", "three"]
+    assert contents(target.received[-1]) == ["Be kind.", "one", "one", "three"]
     assert path.stat().st_mode & 0o777 == 0o600
     assert [each["role"] for each in json.loads(path.read_text())["messages"]] == [
         "system", "user", "assistant",
@@ -113,11 +116,11 @@ def test_save_and_load(capsys: Capture, monkeypatch: Patch, tmp_path: Path) -> N
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}',
     ],
 )  # fmt: skip
-def test_files_that_are_no_conversation(
+def test_invalid_conversation_files_are_refused(
     capsys: Capture, monkeypatch: Patch, tmp_path: Path, text: str
 ) -> None:
     path, target = tmp_path / "c.json", Parrot()
     path.write_text(text)
     assert chat(monkeypatch, target, f"one\n/load {path}\ntwo\n") == 0
     assert "is not a conversation" in capsys.readouterr().err
-    assert contents(target.heard[-1]) == ["one", "one", "two"]
+    assert contents(target.received[-1]) == ["one", "one", "two"]

@@ -20,7 +20,7 @@ from tests.support.serve.fake_client import FakeClient
 
 @pytest.fixture(scope="module")
 def server_url() -> Iterator[str]:
-    """A server of the demo model in a thread of this process, with a key."""
+    """Serve the demo model in a thread of this process, with an API key."""
     engine = build_engine(config_from_flat(model="demo", disable_log_stats=True))
     client, config = FakeClient(engine), ServerConfig(api_key=("s3cret",))
     context = ApiContext(client, engine.renderer, engine.requests, ("demo",), config, 1_700_000_000)
@@ -31,7 +31,7 @@ def server_url() -> Iterator[str]:
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A home without settings, with a program for each agent that writes what it was given."""
+    """A home without settings, with a program for each agent that writes its arguments."""
     for name in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -48,13 +48,13 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     return tmp_path
 
 
-def test_each_agent_gets_address_key_and_model(
+def test_each_agent_gets_url_key_and_model(
     home: Path, server_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in AGENTS:
         words = ("launch", name, "--url", f"{server_url}/v1/", "--yes", "--", "--resume", "a b")
         status, out, _ = run(capsys, *words)
-        assert status == 3, "the agent's status"
+        assert status == 3, "the exit status is the agent's"
         assert "s3cret" not in out and f"quire launch {name} --undo" in out
         given = (home / "arguments").read_text().strip()
         assert given == ("--profile quire --resume a b" if name == "codex" else "--resume a b")
@@ -79,7 +79,7 @@ def test_each_agent_gets_address_key_and_model(
     assert left == []
 
 
-def test_nothing_changes_without_consent(
+def test_settings_do_not_change_without_consent(
     home: Path, server_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, out, err = run(capsys, "launch", "claude", "--url", server_url, "--dry-run")
@@ -102,7 +102,7 @@ def test_nothing_changes_without_consent(
         (("aider", "--dry-run", "--model", "demo"), "no server has demo"),
     ],
 )
-def test_bad_input(
+def test_unknown_agents_and_models_are_refused(
     home: Path,
     server_url: str,
     capsys: pytest.CaptureFixture[str],
@@ -114,7 +114,7 @@ def test_bad_input(
     assert status == 1 and message in err
 
 
-def test_an_agent_that_is_not_installed(
+def test_missing_agent_gets_install_instructions(
     home: Path, server_url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

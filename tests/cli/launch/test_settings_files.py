@@ -1,4 +1,4 @@
-"""Values set in other programs' settings, and taken back."""
+"""Values that are set in other programs' settings, and reverted."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def files(folder: Path) -> list[SettingsFile]:
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_a_file_that_was_not_there_goes_again(tmp_path: Path, which: int) -> None:
+def test_revert_removes_a_created_file(tmp_path: Path, which: int) -> None:
     settings = files(tmp_path / "new")[which]
     change(settings, "x").write("x")
     assert settings.path.stat().st_mode & 0o777 == 0o600, "it may hold a key"
@@ -45,8 +45,8 @@ def test_a_file_that_was_not_there_goes_again(tmp_path: Path, which: int) -> Non
     ("which", "text"),
     [(0, '{"env": {"URL": "old", "A": 1},\n   "b": [1]}'), (1, YAML), (2, "model = 0\n")],
 )
-def test_a_file_gets_its_bytes_back(tmp_path: Path, which: int, text: str) -> None:
-    """Also after two changes, of which the second has other values."""
+def test_revert_restores_the_bytes_of_a_file(tmp_path: Path, which: int, text: str) -> None:
+    """This holds after two changes with different values."""
     settings = files(tmp_path)[which]
     settings.path.write_text(text)
     settings.path.chmod(0o644)
@@ -62,7 +62,7 @@ def test_a_file_gets_its_bytes_back(tmp_path: Path, which: int, text: str) -> No
     assert settings.path.read_text() == text
 
 
-def test_json_keeps_what_changed_since(tmp_path: Path) -> None:
+def test_json_revert_keeps_later_edits(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"env": {"URL": "old"}, "b": 1}))
     change(JsonFile(path, VALUES | {"deep": {"er": {"x": 1}}}), "x").write("x")
@@ -75,7 +75,7 @@ def test_json_keeps_what_changed_since(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == expected
 
 
-def test_a_second_change_of_an_edited_file_keeps_the_way_back(tmp_path: Path) -> None:
+def test_second_change_of_an_edited_file_can_be_reverted(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"env": {"URL": "old"}}))
     change(JsonFile(path, VALUES), "x").write("x")
@@ -88,7 +88,7 @@ def test_a_second_change_of_an_edited_file_keeps_the_way_back(tmp_path: Path) ->
     assert json.loads(path.read_text()) == {"env": {"URL": "old"}, "c": 2}
 
 
-def test_yaml_keeps_comments_and_what_changed_since(tmp_path: Path) -> None:
+def test_yaml_revert_keeps_comments_and_later_edits(tmp_path: Path) -> None:
     path = tmp_path / "a.yml"
     path.write_text(YAML)
     change(YamlFile(path, {"model": "m", "api-key": "k"}), "x").write("x")
@@ -109,7 +109,7 @@ def test_yaml_keeps_comments_and_what_changed_since(tmp_path: Path) -> None:
         (YamlFile, "a: 1\n---\nb: 2\n", "not valid YAML|by hand"),
     ],
 )
-def test_what_cannot_be_changed_stays(
+def test_unsupported_files_are_refused_and_unchanged(
     tmp_path: Path, settings: Any, text: str, message: str
 ) -> None:
     path = tmp_path / "a"
@@ -119,7 +119,7 @@ def test_what_cannot_be_changed_stays(
     assert path.read_text() == text
 
 
-def test_an_own_file_that_was_edited_is_left(tmp_path: Path) -> None:
+def test_edited_own_file_is_not_removed(tmp_path: Path) -> None:
     settings = OwnFile(tmp_path / "a.toml", "a = 1\n")
     change(settings, "x").write("x")
     settings.path.write_text("a = 2\n")
@@ -128,7 +128,7 @@ def test_an_own_file_that_was_edited_is_left(tmp_path: Path) -> None:
     assert "-a = 2\n+a = 1" in change(settings, "x").shown()
 
 
-def test_what_is_shown_has_no_secret(tmp_path: Path) -> None:
+def test_shown_changes_contain_no_secrets(tmp_path: Path) -> None:
     for settings in files(tmp_path):
         shown = change(settings, "x").shown()
         assert "s3cret" not in shown and "model" in shown
@@ -142,7 +142,7 @@ def test_what_is_shown_has_no_secret(tmp_path: Path) -> None:
         "api_key: s3cret # mine",
     ],
 )  # fmt: skip
-def test_a_key_is_masked_wherever_it_stands(tmp_path: Path, line: str) -> None:
+def test_secrets_are_masked_in_every_syntax(tmp_path: Path, line: str) -> None:
     settings = OwnFile(tmp_path / "a", "model: x\n")
     settings.path.write_text(line + "\n")
     shown = change(settings, "x").shown()

@@ -1,4 +1,4 @@
-"""`quire pull`, `list` and `rm`: against a local hub, and the folders of other programs.
+"""`quire pull`, `list` and `rm` with a local hub and the folders of other programs.
 
 Covers `cli/local/models.py` and `models/library/cache.py`.
 """
@@ -32,7 +32,9 @@ def names(out: str) -> list[str]:
     return [line.split()[0] for line in out.splitlines()[1:]]
 
 
-def test_pull_list_rm(hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_pulled_models_are_listed_and_removed(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert names(run(capsys, "list")[1]) == ["demo"]
     for tag in ("Q8_0", "q4_k_m", "Q5_K_M"):
         status, out, _ = run(capsys, "pull", f"{REPO}:{tag}")
@@ -55,7 +57,7 @@ def test_pull_list_rm(hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path
     assert not [*(tmp_path / "hf").rglob("*.gguf")]
 
 
-def test_the_last_file_takes_the_repository_along(
+def test_removing_the_last_file_removes_its_repository(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run(capsys, "pull", f"{REPO}:Q8_0")
@@ -63,7 +65,7 @@ def test_the_last_file_takes_the_repository_along(
     assert not [*(tmp_path / "hf" / "hub").glob("models--*")]
 
 
-def test_what_is_not_removed(
+def test_unknown_foreign_and_served_models_are_not_removed(
     hub: FakeHub, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     ollama(tmp_path / ".ollama/models", "registry.ollama.ai/library/llama3.2/1b")
@@ -83,6 +85,6 @@ def test_what_is_not_removed(
     assert f"{REPO}:Q8_0" in names(run(capsys, "list")[1])
 
 
-def test_pull_of_a_wrong_name(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pull_suggests_a_similar_name(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(capsys, "pull", "org/tiny-GUF")
     assert (status, out) == (1, "") and f"Did you mean {REPO}?" in err

@@ -1,4 +1,4 @@
-"""`quire run`: a download, a server in the background, a chat, and the same server again."""
+"""`quire run`: a download, a server in the background, a chat, and reuse of the server."""
 
 import io
 import os
@@ -22,7 +22,7 @@ OPTIONS = ("--temperature", "0", "--max-tokens", "8")
 def cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[None]:
-    """Servers end with the test."""
+    """Stop the servers at the end of each test."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     yield
@@ -30,10 +30,10 @@ def cache(
 
 
 @pytest.mark.slow
-def test_a_gguf_file_of_the_hub(
+def test_gguf_file_of_the_hub_is_downloaded_and_served(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Picked, downloaded, served and asked; the second command uses the running server."""
+    """The second command uses the running server."""
     demo = resolve_model("demo").directory
     whole = (demo / "tokenizer.json").read_text()
     extra = byte_level_metadata(demo, "own") | {"tokenizer.huggingface.json": whole}
@@ -55,7 +55,7 @@ def test_a_gguf_file_of_the_hub(
 
 
 @pytest.mark.slow
-def test_a_chat_with_the_demo_model(
+def test_demo_model_is_served_for_a_chat(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!\nWho are you?\n"))
@@ -67,7 +67,7 @@ def test_a_chat_with_the_demo_model(
     assert status == 0 and running_servers() == []
 
 
-def test_errors_come_before_a_server_is_started(
+def test_errors_are_reported_before_a_server_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def never(*_: object) -> None:
@@ -86,10 +86,9 @@ def test_errors_come_before_a_server_is_started(
         assert (status, out) == (1, "") and message in err, words
 
 
-def test_a_server_that_ends_at_once(
+def test_failed_server_start_shows_the_end_of_its_log(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of its log is shown."""
     monkeypatch.setattr(run_module, "LOG_LINES", 3)
     assert resolve_model("demo")
     status, out, err = run(capsys, "run", "demo", "Hi", "--host", "203.0.113.1")

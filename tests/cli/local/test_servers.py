@@ -1,4 +1,4 @@
-"""`quire ps` and `stop`: only processes that are the servers of the files, by id and start time.
+"""`quire ps` and `stop` identify servers by the process id and start time in their files.
 
 Covers `serve/processes/server_files.py`.
 """
@@ -23,7 +23,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "quire"
 
 
-def test_a_file_for_each_server(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
+def test_ps_lists_servers_by_their_files(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with server_file(url, {"small": "org/small", "s": "org/small"}):
@@ -41,7 +41,9 @@ def test_a_file_for_each_server(capsys: pytest.CaptureFixture[str], cache: Path)
     assert running_servers() == [] and not [*cache.iterdir()]
 
 
-def test_without_a_runtime_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_directory_replaces_a_missing_runtime_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with server_file("http://127.0.0.1:9", {"m": "m"}):
@@ -50,7 +52,7 @@ def test_without_a_runtime_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ]
 
 
-def test_paths_are_the_same_from_everywhere(
+def test_model_paths_do_not_depend_on_the_working_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "m.gguf").touch()
@@ -66,7 +68,7 @@ def test_paths_are_the_same_from_everywhere(
     "change",
     [{"start_ticks": 1}, {"pid": 1}, {"models": [1]}, {"extra": 1}, {"started_s": "soon"}],
 )
-def test_stale_and_wrong_files_are_removed(cache: Path, change: dict[str, object]) -> None:
+def test_stale_and_invalid_files_are_removed(cache: Path, change: dict[str, object]) -> None:
     with server_file("http://127.0.0.1:9", {}):
         [path] = cache.glob("*.json")
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -74,8 +76,10 @@ def test_stale_and_wrong_files_are_removed(cache: Path, change: dict[str, object
         assert not path.exists()
 
 
-def test_stop(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
-    """By model, port or id; a process that only has the id of a server is left alone."""
+def test_stop_ends_servers_by_model_port_or_id(
+    capsys: pytest.CaptureFixture[str], cache: Path
+) -> None:
+    """A process that only reuses a server's id is not stopped."""
     code = (
         "import signal, sys\n"
         "from quire.serve.processes.server_files import server_file\n"
@@ -112,7 +116,7 @@ def test_stop(capsys: pytest.CaptureFixture[str], cache: Path) -> None:
             each.wait()
 
 
-def test_a_server_that_does_not_end(
+def test_stop_reports_a_server_that_does_not_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.cli.local.servers.STOP_S", 0.0)
@@ -122,5 +126,5 @@ def test_a_server_that_does_not_end(
     assert status == 1 and "still runs after 0 s" in err
 
 
-def test_start_ticks() -> None:
+def test_start_ticks_are_none_without_a_process() -> None:
     assert start_ticks(os.getpid()) and start_ticks(1 << 30) is None

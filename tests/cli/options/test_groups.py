@@ -1,4 +1,4 @@
-"""Groups of settings, of `options/groups.py`: complete, and with texts that help."""
+"""Groups of settings in `options/groups.py`: each setting has a group and a short help text."""
 
 import re
 
@@ -9,7 +9,7 @@ from tests.structure.test_house import PACKAGE, sources
 OPTIONS = all_options()
 
 
-def test_each_setting_is_in_one_group() -> None:
+def test_each_setting_is_in_exactly_one_group() -> None:
     names = [name for group in GROUPS for name in group.settings]
     assert sorted(names) == sorted(OPTIONS)
     assert len({group.name for group in GROUPS}) == len(GROUPS)
@@ -21,10 +21,10 @@ def test_help_is_one_short_phrase() -> None:
         text = re.sub(r"`[^`]*`", "code", option.help)
         assert len(text.split()) <= 25, option.name
         assert not text.endswith("."), option.name
-        assert "(default" not in text, "the default is added"
+        assert "(default" not in text, "the parser adds the default"
 
 
-def test_variables_are_read_somewhere() -> None:
+def test_listed_environment_variables_are_read() -> None:
     texts = " ".join(path.read_text("utf-8") for path in sources(PACKAGE))
     for name in OTHER_VARIABLES:
         assert texts.count(name) > 1 or name == "HF_TOKEN", name

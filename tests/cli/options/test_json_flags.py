@@ -1,4 +1,4 @@
-"""Parts of JSON settings as flags."""
+"""Flags for single fields of JSON settings."""
 
 import json
 
@@ -16,7 +16,7 @@ def joined(*words: str) -> list[str]:
     return join_parts(words, NAMES, ["--one.known"])
 
 
-def test_parts_are_put_together_behind_the_others() -> None:
+def test_field_flags_are_joined_after_the_other_flags() -> None:
     found = joined(
         "MODEL", "--one.a", "1", "--two-words.b-c=text", "--port", "5", "--one.d.e", "[1, null]",
         "--one.d.f", "true",
@@ -28,7 +28,7 @@ def test_parts_are_put_together_behind_the_others() -> None:
     }
 
 
-def test_they_win_over_the_settings_own_json() -> None:
+def test_field_flags_override_the_whole_setting() -> None:
     whole = '{"a": 1, "d": {"e": 1, "g": 2}}'
     for words in (["--one", whole], [f"--one={whole}"]):
         found = joined(*words, "--one.d.e", "7")
@@ -46,24 +46,24 @@ def test_they_win_over_the_settings_own_json() -> None:
         ["--port=--one.a"],
     ],
 )
-def test_what_stays(words: list[str]) -> None:
+def test_other_words_are_unchanged(words: list[str]) -> None:
     assert joined(*words) == words
 
 
-def test_what_follows_two_dashes_stays_behind() -> None:
+def test_words_after_two_dashes_stay_last() -> None:
     assert joined("--one.a", "1", "--", "--one.b", "2") == [
         "--one", '{"a": 1}', "--", "--one.b", "2",
     ]  # fmt: skip
 
 
-def test_what_makes_no_sense() -> None:
+def test_missing_values_and_conflicts_are_refused() -> None:
     with pytest.raises(ConfigError, match="--one.a needs a value"):
         joined("--one.a")
     with pytest.raises(ConfigError, match="a.b is a part of a, which is set to 1"):
         joined("--one.a", "1", "--one.a.b", "2")
 
 
-def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_field_flags(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = _parse(
         ["serve", "--speculative_config.method", "ngram", "--hf-overrides.rope_theta=1e6",
          "--speculative-config.num_speculative_tokens", "3"]

@@ -1,4 +1,4 @@
-"""docs/use/settings.md and other-flags.md are what the configuration and the tables say."""
+"""docs/use/settings.md and other-flags.md agree with the configuration and the tables."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.structure.test_house import ROOT
 MAX_LINES, MAX_COLUMNS = 250, 120
 
 
-def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
+def test_generated_pages_are_up_to_date(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 0
     for name, text in pages().items():
         assert (tmp_path / name).read_text("utf-8") == text
@@ -21,7 +21,7 @@ def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
         assert all(len(line) <= MAX_COLUMNS for line in lines if not line.startswith("|"))
 
 
-def test_every_setting_has_a_row() -> None:
+def test_each_setting_has_a_row() -> None:
     text = pages()["settings.md"]
     rows = [line for line in text.splitlines() if line.startswith("| `--")]
     assert len(rows) == len(all_options())
@@ -33,7 +33,7 @@ def test_every_setting_has_a_row() -> None:
     assert role.endswith("Not in `LLM(...)`. |")
 
 
-def test_every_flag_of_others_is_named() -> None:
+def test_each_flag_of_other_engines_is_listed() -> None:
     text = pages()["other-flags.md"]
     assert all(f"`{flag}`" in text for flag in SYNONYMS)
     assert "`0`: `--device cpu`; other values are ignored:" in text

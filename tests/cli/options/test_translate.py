@@ -1,4 +1,4 @@
-"""Flags of other engines, of `options/synonyms.py`: accepted, ignored with a note, or answered."""
+"""Flags of other engines in `options/synonyms.py`: accepted, ignored with a note, or refused."""
 
 import pytest
 
@@ -18,7 +18,7 @@ CLIENTS = {"--url", "--temperature", "--max-tokens", "--repetition-penalty", "--
 
 
 def given(*words: str) -> dict[str, object]:
-    """The settings that a command line gives."""
+    """Return the settings that a command line gives."""
     arguments = _parse(words)
     resolve(arguments)
     return {name: each.value for name, each in arguments.settings.items()}
@@ -40,17 +40,17 @@ def given(*words: str) -> dict[str, object]:
         ("demo --ctx_size 64", {"max_model_len": 64}),
     ],
 )
-def test_flags_that_are_accepted(line: str, expected: dict[str, object]) -> None:
+def test_accepted_flags_set_our_settings(line: str, expected: dict[str, object]) -> None:
     found = given("serve", *line.split())
     assert found.items() >= expected.items()
 
 
-def test_values_that_stand_for_the_default() -> None:
+def test_values_meaning_the_default_set_nothing() -> None:
     assert given("serve", "demo", "-c", "0", "-np", "-1") == {"model": "demo"}
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("serve -t 8", "-t is not a flag of quire: set the environment variable QUIRE_NUM_THREADS"),
         ("serve --batch-size=2", "--batch-size is not a flag of quire: use --max-num-batched-tok"),
@@ -61,32 +61,34 @@ def test_values_that_stand_for_the_default() -> None:
         ("serve --endpoint http://x", "--endpoint stands for --url, which `quire serve` does not"),
     ],
 )
-def test_flags_that_are_answered(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+def test_unsupported_flags_are_refused_with_advice(
+    capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
     status, out, err = run(capsys, *line.split())
     assert (status, out) == (1, "")
-    assert err.startswith("quire: ") and says in err
+    assert err.startswith("quire: ") and message in err
 
 
-def test_flags_that_are_ignored_leave_a_note() -> None:
+def test_ignored_flags_leave_a_note() -> None:
     words, notes = translate(["serve", "-ngl", "99", "--jinja", "x", "--", "-c"], (), "quire serve")
     assert words == ["serve", "x", "--", "-c"]
     assert [note.partition(":")[0] for note in notes] == ["-ngl is ignored", "--jinja is ignored"]
     assert _parse(["serve", "-fa", "on"]).notes[0].startswith("-fa is ignored: ")
 
 
-def test_a_flag_of_the_command_keeps_its_meaning() -> None:
+def test_flags_of_the_command_itself_are_not_translated() -> None:
     assert translate(["-c", "1"], {"-c"}, "quire serve") == (["-c", "1"], [])
     assert given("serve", "demo", "-n", "2")["nnodes"] == 2
 
 
-def test_clients() -> None:
+def test_client_commands_accept_synonyms() -> None:
     arguments = _parse(["chat", "--endpoint", "http://h:1", "--temp", "0.5", "--predict", "7"])
     assert (arguments.url, arguments.temperature, arguments.max_tokens) == ("http://h:1", 0.5, 7)
 
 
-def test_the_table_names_flags_of_ours_only() -> None:
+def test_synonyms_map_only_to_existing_flags() -> None:
     negative = {f"--no-{flag[2:]}" for flag in OURS}
-    assert len(SYNONYMS) == sum(len(each.flags) for each in FLAGS), "a spelling stands once"
+    assert len(SYNONYMS) == sum(len(each.flags) for each in FLAGS), "each spelling is listed once"
     for flag, each in SYNONYMS.items():
         meaning = each.meaning
         replaced = [meaning.becomes, *meaning.values.values()]
@@ -100,14 +102,16 @@ def test_the_table_names_flags_of_ours_only() -> None:
 
 
 @pytest.mark.parametrize("word", THEIR_COMMANDS)
-def test_commands_of_others(capsys: pytest.CaptureFixture[str], word: str) -> None:
+def test_commands_of_other_engines_get_advice(
+    capsys: pytest.CaptureFixture[str], word: str
+) -> None:
     assert word not in COMMANDS
     status, out, err = run(capsys, word, "model")
     assert (status, out) == (2, "")
     assert f"there is no command {word!r}; {THEIR_COMMANDS[word]}" in err
 
 
-def test_names_of_data_types() -> None:
+def test_dtype_synonyms_are_accepted() -> None:
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"),
                         ("half", "float16"), ("f16", "float16")):  # fmt: skip
         assert config_from_flat(dtype=name).model.dtype == dtype

@@ -74,8 +74,8 @@ class Files:
         return LoRARequest(f"rank-{rank}", rank, str(self.folder / f"{rank}")) if rank else None
 
     @cache  # noqa: B019 (lives as long as the module)
-    def wanted(self, ranks: Sequence[int]) -> list[list[int]]:
-        """Tokens by torch on the host, one prompt after the other; 0 stands for the base model."""
+    def expected(self, ranks: Sequence[int]) -> list[list[int]]:
+        """Return torch's tokens on the host, prompt by prompt; 0 stands for the base model."""
         with on_the_host(), LLM(self.base, attention_backend="torch", **SETTINGS) as llm:
             return [
                 tokens_of(llm.generate([prompt], GREEDY, False, lora_request=self.adapter(rank)))[0]
@@ -98,7 +98,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Numbers of steps that were replayed, and of those launched kernel by kernel. A kind is
+    """Count the steps that were replayed, and the steps launched kernel by kernel. A kind is
     recorded at its first step."""
     counted: Counter[str] = Counter()
 
@@ -148,36 +148,38 @@ CASES: dict[str, dict[str, Any]] = {
 def test_recorded_steps_serve_any_mix_of_adapters(
     case: str, files: Files, steps: Counter[str]
 ) -> None:
-    """The same graphs, with other adapters in other rows, and with none."""
+    """The same graphs serve steps with other adapters in other rows, and steps without adapters."""
     rounds = [MIXED, BASE] if case == "whole" else [MIXED, OTHER]
-    wanted = [files.wanted(ranks) for ranks in rounds]
+    expected = [files.expected(ranks) for ranks in rounds]
     steps.clear()
-    assert run(files, rounds, **CASES[case]) == wanted
+    assert run(files, rounds, **CASES[case]) == expected
     assert steps["recorded"] > 5 and steps["alone"] == 0
-    assert wanted[0] != wanted[1], "adapters change tokens"
+    assert expected[0] != expected[1], "adapters change tokens"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("devices")
-def test_steps_launched_kernel_by_kernel(files: Files, steps: Counter[str]) -> None:
-    assert run(files, [MIXED], enforce_eager=True) == [files.wanted(MIXED)]
+def test_eager_steps_give_the_tokens_of_torch(files: Files, steps: Counter[str]) -> None:
+    assert run(files, [MIXED], enforce_eager=True) == [files.expected(MIXED)]
     assert steps["recorded"] == 0
 
 
 @pytest.mark.usefixtures("devices")
-def test_launches_of_a_step_with_and_without_adapters(
+def test_only_steps_with_adapters_launch_adapter_kernels(
     files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two more for each layer that adapters may change, and two for the groups. None if no row of
-    the step has an adapter."""
-    launched, few = noted_launches(monkeypatch), ("q_proj", "down_proj")
+    """Each layer that adapters may change takes two more launches, and the groups take two. A step
+    without adapters takes none of them."""
+    launched, few_modules = noted_launches(monkeypatch), ("q_proj", "down_proj")
     shapes = adaptable_shapes(Path(files.base))
-    path = write_adapter(tmp_path / "few", {n: s for n, s in shapes.items() if n.endswith(few)}, 8)
+    path = write_adapter(
+        tmp_path / "few", {n: s for n, s in shapes.items() if n.endswith(few_modules)}, 8
+    )
     adapter, found = LoRARequest("few", 1, str(path)), {}
     for name, settings in {
         "off": {"enable_lora": False},
         "all": {},
-        "some": {"lora_target_modules": few},
+        "some": {"lora_target_modules": few_modules},
     }.items():
         launched.clear()
         with LLM(
@@ -187,15 +189,15 @@ def test_launches_of_a_step_with_and_without_adapters(
             found[name] = +launched
             if name == "off":
                 continue
-            assert found[name] == found["off"], "as many as without adapters"
+            assert found[name] == found["off"], "the same number as without adapters"
             launched.clear()
             llm.generate(PROMPTS[:1], GREEDY, False, lora_request=adapter)
             found[name] = +launched
     num_steps = found["off"]["_gather_kernel"]
-    wanted = {"_slots_kernel": num_steps, "_sort_kernel": num_steps}
+    expected = {"_slots_kernel": num_steps, "_sort_kernel": num_steps}
     num_layers = load_spec(Path(files.base)).num_layers
     for name, num in {"all": 4 * num_layers, "some": 2 * num_layers}.items():
-        more = wanted | dict.fromkeys(("_shrink_kernel", "_expand_kernel"), num_steps * num)
+        more = expected | dict.fromkeys(("_shrink_kernel", "_expand_kernel"), num_steps * num)
         assert found[name] - found["off"] == Counter(more)
 
 
@@ -203,12 +205,12 @@ ADDED = {"_slots_kernel", "_sort_kernel", "_shrink_kernel", "_expand_kernel"}
 
 
 @pytest.mark.usefixtures("devices")
-def test_graphs_without_adapters(
+def test_steps_without_adapters_replay_their_own_graph(
     files: Files, steps: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step whose rows have no adapter replays a graph of its own, after steps that have some and
-    before them. Its recording launches nothing for adapters."""
-    wanted = {ranks: files.wanted(ranks) for ranks in (MIXED, BASE)}
+    """Steps without adapters replay their own graph, whether steps with adapters ran before or not.
+    The recording of that graph launches nothing for adapters."""
+    expected = {ranks: files.expected(ranks) for ranks in (MIXED, BASE)}
     steps.clear()
     launched, served, find = (
         noted_launches(monkeypatch),
@@ -230,17 +232,17 @@ def test_graphs_without_adapters(
             served.clear()
             adapters = list(map(files.adapter, ranks))
             found = tokens_of(llm.generate(PROMPTS, GREEDY, False, lora_request=adapters))
-            assert found == wanted[ranks]
+            assert found == expected[ranks]
             assert served == {(True, True)} if ranks is BASE else (False, True) in served
             assert ADDED & launched.keys() == (ADDED if number == 0 else set())
     assert steps["recorded"] > 10 and steps["alone"] == 0
 
 
 @pytest.mark.usefixtures("devices", "steps")
-def test_a_drafted_step_without_adapters_launches_nothing_for_them(
+def test_drafted_steps_without_adapters_launch_no_adapter_kernels(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its recording does, if a row of the step has an adapter."""
+    """The recording of a step with adapters launches their kernels."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     launched, drafted, record = noted_launches(monkeypatch), list[Any](), graphs.Graphs._record
 
@@ -279,7 +281,7 @@ def noted_launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("devices")
-def test_an_adapter_of_experts_is_an_error_of_its_request(files: Files, tmp_path: Path) -> None:
+def test_expert_adapters_fail_their_request_alone(files: Files, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.1.gate_proj"
     write_adapter(tmp_path / "experts", {name: (24, 32)}, 2)
     adapters = [LoRARequest("experts", 7, str(tmp_path / "experts")), files.adapter(MIXED[1])]
@@ -288,7 +290,7 @@ def test_an_adapter_of_experts_is_an_error_of_its_request(files: Files, tmp_path
     error = bad.outputs[0].error
     assert error is not None
     assert "the experts of a mixture, which adapters cannot change on a GPU" in error.message
-    assert tokens_of([good]) == files.wanted(MIXED)[1:2]
+    assert tokens_of([good]) == files.expected(MIXED)[1:2]
 
 
 @pytest.mark.parametrize(
@@ -300,19 +302,21 @@ def test_an_adapter_of_experts_is_an_error_of_its_request(files: Files, tmp_path
     ],
 )
 @pytest.mark.usefixtures("devices")
-def test_settings_that_a_gpu_cannot_serve(
+def test_settings_that_gpus_do_not_support_are_refused(
     settings: dict[str, Any], message: str, files: Files
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(files.base, attention_backend="triton", **(SETTINGS | settings))
 
 
-def test_a_dtype_without_kernels() -> None:
+def test_dtype_without_kernels_is_refused() -> None:
     with pytest.raises(ConfigError, match="got float64. Install triton, change dtype"):
         gpu_adapters._check(LoraConfig(), torch.float64, CPU)
 
 
-def test_slots_for_which_there_is_no_memory(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_exceed_the_memory_are_reported(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError
 
@@ -325,11 +329,11 @@ def test_slots_for_which_there_is_no_memory(files: Files, monkeypatch: pytest.Mo
         gpu_adapters.adapters_on_gpu(config, spec, model, torch.float32, CPU)
 
 
-# ---- what a plan changes ------------------------------------------------------------------------
+# ---- changes of a plan --------------------------------------------------------------------------
 
 
 class FakeSlots:
-    """Slots that note what the device would get."""
+    """Slots that note the device's calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -348,7 +352,7 @@ class FakeSlots:
 
 
 class Bench:
-    """Adapters "loaded" as the names of their directories, and plans of single tokens."""
+    """Adapters that are "loaded" as the names of their directories, with plans of single tokens."""
 
     def __init__(self, folder: Path, max_loras: int = 2) -> None:
         self.slots = FakeSlots()
@@ -379,7 +383,7 @@ class Bench:
         )
 
     def calls(self, part: DeviceStepAdapters) -> list[Any]:
-        """Return what the device gets from a part."""
+        """Return the calls that a part makes on the device."""
         self.slots.calls.clear()
         part.before()
         return list(self.slots.calls)
@@ -390,7 +394,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     yield Bench(tmp_path)
 
 
-def test_the_host_sends_only_what_changes(bench: Bench) -> None:
+def test_host_sends_only_changes(bench: Bench) -> None:
     part = bench.plan([2, 0], {2: "", 0: ""})
     assert part is bench.adapters.unused and part.is_at_rest and not bench.calls(part)
     step: Any = SimpleNamespace(query_starts_S1=range(3), positions_T=np.zeros(2))
@@ -404,10 +408,10 @@ def test_the_host_sends_only_what_changes(bench: Bench) -> None:
     assert bench.plan([2]) is bench.adapters.unused
     assert bench.calls(bench.plan([3, 2], released=[0])) == [[1, -1]]
     assert bench.plan([3, 2]) is bench.adapters.at_rest
-    assert bench.plan([2, 0]).is_used is False, "the device gets rows without adapters, too"
+    assert bench.plan([2, 0]).is_used is False, "the device also gets the rows without adapters"
 
 
-def test_a_change_that_failed_comes_again(bench: Bench) -> None:
+def test_failed_changes_are_sent_again(bench: Bench) -> None:
     bench.load(0, "x")
     bench.plan([1], {1: "x"})  # its step could not be launched
     part = bench.plan([1])
@@ -415,8 +419,8 @@ def test_a_change_that_failed_comes_again(bench: Bench) -> None:
     assert bench.plan([1]) is bench.adapters.at_rest
 
 
-def test_rows_that_the_device_never_got_come_again(bench: Bench) -> None:
-    """A step that fails before its rows are sent is repeated in halves, which are shorter."""
+def test_rows_of_a_failed_step_are_sent_again(bench: Bench) -> None:
+    """A step that fails before its rows are sent is repeated as two shorter halves."""
     bench.load(0, "x")
     bench.plan([0, 1, 2, 3], dict.fromkeys(range(4), "x"))
     assert bench.calls(bench.plan([0, 1]))[-1] == [0, 0]
@@ -425,7 +429,7 @@ def test_rows_that_the_device_never_got_come_again(bench: Bench) -> None:
     assert bench.plan([3, 2, 1, 0]) is bench.adapters.at_rest
 
 
-def test_a_late_device_gets_changes_in_their_order(bench: Bench) -> None:
+def test_changes_reach_a_late_device_in_order(bench: Bench) -> None:
     """Three steps are planned before the first one runs."""
     bench.load(0, "x")
     first = bench.plan([1], {1: "x"})
@@ -438,15 +442,15 @@ def test_a_late_device_gets_changes_in_their_order(bench: Bench) -> None:
     assert bench.plan([3]) is bench.adapters.at_rest
 
 
-def test_a_row_without_its_adapter_is_an_error(bench: Bench) -> None:
+def test_row_whose_adapter_has_no_slot_raises(bench: Bench) -> None:
     with pytest.raises(EngineError, match="in no slot"):
         bench.plan([1], {1: "x"})
 
 
-def test_a_layer_with_adapters_is_not_fused_with_its_neighbours(
+def test_layers_with_adapters_are_not_fused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fused launches would leave the adapters out."""
+    """Fused launches would skip the adapters."""
     monkeypatch.setattr(layers, "fuses", lambda *_, **__: True)
     monkeypatch.setattr(layers, "gates", lambda *_: True)
     x = torch.ones(1, 4)
@@ -463,8 +467,8 @@ def test_a_layer_with_adapters_is_not_fused_with_its_neighbours(
     assert not layer(x).any(), "no row of the step has an adapter"
 
 
-def test_a_layer_of_experts_is_not_adapted(tmp_path: Path, monkeypatch: Any) -> None:
-    """And an adapter of it is refused, with what to do."""
+def test_expert_layers_get_no_adapters(tmp_path: Path, monkeypatch: Any) -> None:
+    """The error for such an adapter says what to do."""
     made = write_checkpoint(tmp_path / "base", "qwen3_moe")
     model = load_model(made.directory, made.spec, torch.float32, CPU)
     monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)

@@ -1,4 +1,4 @@
-"""The warm-up compiles its list of launches ahead: what it runs, records and replays is in it."""
+"""The warm-up compiles its list of launches ahead: everything launched later is in the list."""
 
 import gc
 from pathlib import Path
@@ -29,7 +29,7 @@ OTHERS = ("attention.blocks", "row_deltas")
 
 
 class Variants:
-    """What Triton would compile ahead, and what it would run."""
+    """Note the variants that Triton would compile ahead, and the variants that it would run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead: list[tuple[Any, ...]] = []
@@ -52,7 +52,7 @@ class Variants:
 
 @pytest.fixture
 def zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds zeros. On a GPU nothing reads it, since a recording runs nothing."""
+    """Fill new memory with zeros. A GPU never reads it, since a recording runs no kernel."""
     empty = torch.empty
 
     def make(*args: Any, **named: Any) -> torch.Tensor:
@@ -67,13 +67,13 @@ def zeros(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("zeros")
 @pytest.mark.parametrize("max_rank", [0, 3, 40])
-def test_the_list_holds_all_that_steps_launch(
+def test_list_holds_every_launch_of_steps(
     max_rank: int,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also with adapters of up to this rank, and steps that use none; 0: without any."""
+    """Adapters have up to this rank, and some steps use none. 0 disables adapters."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for place, name in (
         (sizes, "MIXED_TOKENS"), (sizes, "WARM_TOKENS"), (sizes, "WARM_TOKENS_OF_ALL"),
@@ -103,14 +103,14 @@ def test_the_list_holds_all_that_steps_launch(
     assert sorted(map(str, steps - set(variants.ahead))) == []
 
 
-def test_no_garbage_is_collected_within_a_recording() -> None:
+def test_recordings_disable_garbage_collection() -> None:
     collects = list[bool]()
     device = LateDevice(torch.device("cpu"))
     compile_all(device, [lambda: collects.append(gc.isenabled())])
     assert collects == [False]
 
 
-def test_work_that_fails_is_left_to_its_launch() -> None:
+def test_failing_work_does_not_stop_compiling() -> None:
     device, done = LateDevice(torch.device("cpu")), []
 
     def fails() -> None:

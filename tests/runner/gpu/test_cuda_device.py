@@ -52,7 +52,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 class TestDevice:
-    def test_what_is_sent_crosses_after_the_work(self, cuda: FakeCuda) -> None:
+    def test_results_are_copied_after_the_work(self, cuda: FakeCuda) -> None:
         device, value = make_device(CUDA), torch.arange(3)
 
         def work() -> list[torch.Tensor]:
@@ -72,12 +72,12 @@ class TestDevice:
         assert arrival.duration_s() == 2.0
         assert cuda.current_stream().name == "default"
 
-    def test_without_results_the_works_end_is_waited_for(self, cuda: FakeCuda) -> None:
+    def test_wait_without_results_waits_for_the_end_of_the_work(self, cuda: FakeCuda) -> None:
         arrivals = [CudaDevice(CUDA).run(list) for _ in range(2)]
         assert arrivals[1].wait() == [] and arrivals[1].duration_s() == 2.0
         assert [arrival.is_done() for arrival in arrivals] == [False, True]
 
-    def test_what_waiting_raises_leaves_nothing_behind(self, cuda: FakeCuda) -> None:
+    def test_error_in_work_restores_stream_and_sync_mode(self, cuda: FakeCuda) -> None:
         device, modes = CudaDevice(CUDA, forbids_waiting=True), list[int]()
         cuda.sync_debug_mode = 1
 
@@ -90,10 +90,10 @@ class TestDevice:
         assert modes == [2] and cuda.sync_debug_mode == 1
         assert cuda.current_stream().name == "default"
 
-    def test_results_that_cannot_be_sent_are_the_end(
+    def test_results_that_cannot_be_sent_end_the_engine(
         self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The work was launched, so it cannot be repeated, as a failed launch would be."""
+        """Unlike a failed launch, launched work cannot be repeated."""
         device, value = CudaDevice(CUDA), torch.ones(1)
 
         def fails(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class TestDevice:
             device.run(lambda: [value])
         assert cuda.current_stream().name == "default"
 
-    def test_values_pass_through_memory_of_their_own(self, cuda: FakeCuda) -> None:
+    def test_sent_values_are_copies(self, cuda: FakeCuda) -> None:
         values, words = np.arange(4), CudaDevice(CUDA).pinned(5)
         sent = [to_device(values, CUDA), device_ids(values.astype(np.int32), CUDA)]
         values[:] = 0
@@ -112,7 +112,7 @@ class TestDevice:
         assert words.dtype == torch.int32 and words.tolist() == [0] * 5
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.uint8])
-    def test_a_borrowed_tensor_is_the_same_memory(self, cuda: FakeCuda, dtype: torch.dtype) -> None:
+    def test_borrowed_tensor_shares_memory(self, cuda: FakeCuda, dtype: torch.dtype) -> None:
         tensor = torch.arange(24).to(dtype).view(2, 3, 4)[:, 1:]
         borrowed = CudaDevice(CUDA).borrow(tensor)
         assert torch.equal(borrowed, tensor) and borrowed.dtype == dtype
@@ -120,7 +120,7 @@ class TestDevice:
         tensor.zero_()
         assert not borrowed.any()
 
-    def test_a_cpu_records_nothing(self) -> None:
+    def test_cpu_devices_do_not_record(self) -> None:
         device, value = HostDevice(CPU), torch.ones(1)
         assert device.borrow(value) is value
         for refuses in (device.begin_capture, lambda: device.end_capture(None)):
@@ -132,7 +132,7 @@ FEW = [KINDS["greedy"][0], KINDS["logprobs"][0]]
 
 
 @functools.cache
-def wanted_of_few() -> list[Any]:
+def expected_of_few() -> list[Any]:
     return run_on_the_host(FEW, rounds=1)
 
 
@@ -151,11 +151,11 @@ class TestGraphs:
     @pytest.mark.parametrize(
         "compilation", ["full", pytest.param("piecewise", marks=pytest.mark.slow)]
     )
-    def test_recordings_begin_and_end_in_pairs(self, cuda: FakeCuda, compilation: str) -> None:
-        assert run("triton", FEW, rounds=2, compilation=compilation) == 2 * wanted_of_few()
-        told = [entry for entry in cuda.log if "record" in entry[1]]
-        assert told[::2] == [(COMPUTE, "begins to record")] * (len(told) // 2)
-        assert told[1::2] == [(COMPUTE, "ends recording")] * (len(told) // 2)
+    def test_each_recording_that_begins_ends(self, cuda: FakeCuda, compilation: str) -> None:
+        assert run("triton", FEW, rounds=2, compilation=compilation) == 2 * expected_of_few()
+        noted = [entry for entry in cuda.log if "record" in entry[1]]
+        assert noted[::2] == [(COMPUTE, "begins to record")] * (len(noted) // 2)
+        assert noted[1::2] == [(COMPUTE, "ends recording")] * (len(noted) // 2)
         assert (COMPUTE, "replays") in cuda.log
 
     @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ class TestGraphs:
             ("end", "piecewise"),
         ],
     )
-    def test_what_cannot_be_recorded_is_launched(
+    def test_steps_that_cannot_be_recorded_are_launched(
         self,
         cuda: FakeCuda,
         where: str,
@@ -186,15 +186,17 @@ class TestGraphs:
             monkeypatch.setattr(graphs, "carry_out", broken)
         with caplog.at_level(logging.WARNING, "quire"):
             found = run("triton", FEW, rounds=1, compilation=compilation)
-        assert found == wanted_of_few()
+        assert found == expected_of_few()
         failures = [each.message for each in caplog.records if "not be recorded" in each.message]
         assert len(failures) == len(set(failures)) > 1, "once for each kind of step"
-        told = [entry[1] for entry in cuda.log if "record" in entry[1]]
-        assert told == ["begins to record", "ends recording"] * len(failures) and not cuda.capturing
+        noted = [entry[1] for entry in cuda.log if "record" in entry[1]]
+        assert (
+            noted == ["begins to record", "ends recording"] * len(failures) and not cuda.capturing
+        )
         assert (("allocator", "put right") in cuda.log) == (where == "end")
         assert (COMPUTE, "replays") not in cuda.log
 
-    def test_a_full_device_is_told_once(
+    def test_full_device_is_logged_once(
         self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def full(*_: Any, **__: Any) -> None:
@@ -203,35 +205,37 @@ class TestGraphs:
         monkeypatch.setattr(graphs, "record", full)
         with caplog.at_level(logging.WARNING, "quire"):
             found = run("triton", FEW, rounds=1)
-        assert found == wanted_of_few()
+        assert found == expected_of_few()
         assert sum("no memory for a graph" in each.message for each in caplog.records) == 1
 
-    def test_graphs_are_part_of_the_plan(
+    def test_memory_plan_includes_graphs(
         self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What a step of the largest size takes, and a little for each size."""
+        """Graphs take the memory of a step of the largest size, and a little for each size."""
         monkeypatch.setattr(memory_plan, "MIXED_TOKENS", (8,))
         path = str(checkpoint("llama"))
         config = config_from_flat(model=path, attention_backend="triton", **SETTINGS)
         built = build_runner(config, resolve_model(path, None))
         cuda.allocated, cuda.peak = 1000, 1700
         num_graphs = len(memory_plan.ladder(3)) + memory_plan.MAX_OTHER_GRAPHS
-        wanted = 700 + memory_plan.GRAPH_BYTES * num_graphs
-        assert built.runner.graph_bytes(built.config) == wanted
+        expected = 700 + memory_plan.GRAPH_BYTES * num_graphs
+        assert built.runner.graph_bytes(built.config) == expected
         adapted = config_from_flat(
             model=path, attention_backend="triton", enable_lora=True, **SETTINGS
         )
         more = memory_plan.GRAPH_BYTES * len(memory_plan.ladder(3))
-        assert memory_plan.all_graphs_bytes(adapted, 700) == wanted + more, "without adapters, too"
+        assert memory_plan.all_graphs_bytes(adapted, 700) == expected + more, (
+            "graphs of steps without adapters count as well"
+        )
 
         def make(config: Any, num_blocks: Any) -> Any:
             return built.runner, None
 
-        free = cuda.free + (5 << 30)  # five were taken since
+        free = cuda.free + (5 << 30)  # five GiB were taken since
         spec = built.spec
         plan = profile.plan_gpu_memory(built.config, spec, CUDA, 1 << 20, free, make)
         assert plan.workspace_bytes == 700
-        assert plan.graph_bytes == wanted
+        assert plan.graph_bytes == expected
         assert ("host", "empties the cache") in cuda.log
 
         cuda.log.clear()
@@ -245,7 +249,7 @@ class TestGraphs:
             profile.plan_gpu_memory(built.config, spec, CUDA, 1 << 20, free, too_large)
 
 
-def test_a_table_that_grows_is_let_go_of_when_nobody_reads_it(
+def test_grown_tables_are_replaced_after_pending_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(edits, "FIRST_CAPACITY", 4)
@@ -266,14 +270,14 @@ def test_a_table_that_grows_is_let_go_of_when_nobody_reads_it(
     assert table.table.entries[:9].tolist() == [7, 8, 9] * 3
 
 
-def test_attention_between_graphs_keeps_no_memory_of_theirs() -> None:
-    """Its queries and its result are where they were when it was recorded."""
+def test_attention_between_graphs_borrows_their_tensors() -> None:
+    """The queries and the result stay at the addresses that were recorded."""
     device, found = LateDevice(CPU), Pieces()
     borrowed: list[torch.Tensor] = []
     device.borrow = lambda it: borrowed.append(it.clone()) or borrowed[-1]  # type: ignore
-    asked: list[torch.Tensor] = []
+    used_tensors: list[torch.Tensor] = []
     backend: Any = SimpleNamespace(
-        run=lambda layer, q, scale, out_TNH: asked.extend((q, out_TNH)) or out_TNH
+        run=lambda layer, q, scale, out_TNH: used_tensors.extend((q, out_TNH)) or out_TNH
     )
     cutting = CutAtAttention(backend, device, found)
     cutting.begin()
@@ -285,7 +289,10 @@ def test_attention_between_graphs_keeps_no_memory_of_theirs() -> None:
     assert [end() for end in ends] == [None, None]
     found.launches[1]()
     assert len(found.launches) == 3 and len(device.graphs) == 2
-    assert [each is other for each, other in zip(asked, borrowed, strict=True)] == [True, True]
+    assert [each is other for each, other in zip(used_tensors, borrowed, strict=True)] == [
+        True,
+        True,
+    ]
 
 
 VARYING = [
@@ -305,15 +312,15 @@ VARYING = [
 
 
 @pytest.mark.parametrize("kernel, names", VARYING, ids=lambda x: getattr(x, "__name__", ""))
-def test_what_varies_from_step_to_step_compiles_nothing(kernel: Any, names: set[str]) -> None:
-    """Triton compiles anew for an integer that is 1, and for one that 16 divides."""
-    told = kernel.kwargs if INTERPRETED else vars(kernel)
-    assert names <= set(told["do_not_specialize"])
+def test_varying_arguments_are_not_specialized(kernel: Any, names: set[str]) -> None:
+    """Triton compiles again for an integer that is 1, and for a multiple of 16."""
+    noted = kernel.kwargs if INTERPRETED else vars(kernel)
+    assert names <= set(noted["do_not_specialize"])
 
 
 class TestMoves:
-    def test_blocks_cross_beside_the_steps(self, cuda: FakeCuda) -> None:
-        """Each stream waits for the one before it; what was read is what was there."""
+    def test_blocks_are_copied_on_their_own_streams(self, cuda: FakeCuda) -> None:
+        """Each stream waits for the previous one, and the loaded blocks equal the saved ones."""
         kv = torch.arange(2 * 6 * 4, dtype=torch.float32).view(2, 6, 4)
         before, ids = kv.clone(), np.array([1, 4], np.int32)
         host = HostBlocks([kv], dim=1, streams=CudaStreams(CUDA), num_slots=2)
@@ -329,7 +336,7 @@ class TestMoves:
         kept = {entry[0] for entry in cuda.log if entry[1] == "keeps"}
         assert kept == {"stream 1", "stream 2"}
 
-    def test_marks_are_done_when_what_is_before_them_is(self, cuda: FakeCuda) -> None:
+    def test_marks_are_done_after_all_earlier_work(self, cuda: FakeCuda) -> None:
         found = streams.streams_of(SimpleNamespace(is_cuda=True, device=CUDA))  # type: ignore
         assert isinstance(found, CudaStreams) and streams.streams_of(torch.ones(1)) is None
         first, failing = found.out.mark(), found.run_task(lambda: [][1])

@@ -39,7 +39,7 @@ KINDS = ("draft_model", "eagle3", "mtp")
 
 @pytest.fixture
 def orders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Numbers of orders launched directly and as graphs. A size is recorded at its first order."""
+    """Count the orders launched directly and as graphs. A size is recorded at its first order."""
     counted: Counter[str] = Counter()
     find = DraftKernels._find
 
@@ -57,7 +57,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def drafter(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The target, and the settings of its drafter."""
+    """Return the target, and the settings of its drafter."""
     if kind == "draft_model":
         return checkpoint("llama"), {"model": str(checkpoint("gemma2"))}
     if kind == "mtp":
@@ -68,7 +68,7 @@ def drafter(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def drafts(kind: str, folder: Path, backend: str, **settings: Any) -> tuple[list[Any], list[Any]]:
-    """Draft tokens of all orders, and the tokens of the answers."""
+    """Return the draft tokens of all orders, and the tokens of the answers."""
     target, own = drafter(kind, folder)
     method = {"method": kind, "num_speculative_tokens": 3} | own
     found: list[Any] = []
@@ -94,7 +94,7 @@ def drafts(kind: str, folder: Path, backend: str, **settings: Any) -> tuple[list
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_order_is_direct(
+def test_every_order_is_replayed_and_drafts_equal_torch(
     kind: str, orders: Counter[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = drafts(kind, tmp_path, "triton")
@@ -106,7 +106,7 @@ def test_no_order_is_direct(
 
 
 @pytest.mark.parametrize("kind", slow_but(KINDS[:2]))
-def test_a_warm_up_records_all_sizes(
+def test_warm_up_records_all_sizes(
     kind: str, orders: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place in (draft_kernels, graphs):
@@ -121,7 +121,7 @@ def test_a_warm_up_records_all_sizes(
 
 
 class Sized:
-    """DraftKernels of 8 rows that record nothing but the sizes they were to record."""
+    """DraftKernels of 8 rows that note the sizes to record instead of recording them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_graphs: int) -> None:
         self.recorded: list[OrderSize] = []
@@ -145,7 +145,7 @@ class Sized:
         monkeypatch.setattr(DraftKernels, "_lists", lambda *_: None)
 
 
-def test_sizes_that_take_turns_are_not_recorded_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alternating_sizes_are_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sized = Sized(monkeypatch, max_graphs=2)
     sizes = [OrderSize(8, 16, 1), OrderSize(8, 32, 3), OrderSize(8, 64, 7)]
     for _ in range(8):
@@ -155,7 +155,7 @@ def test_sizes_that_take_turns_are_not_recorded_each_time(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("max_graphs", "tokens"), [(0, 64), (2, 65)])
-def test_sizes_that_cannot_be_recorded_are_neither_counted_nor_compiled(
+def test_unrecordable_sizes_are_neither_counted_nor_compiled(
     max_graphs: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sized, compiled = Sized(monkeypatch, max_graphs), list[Any]()
@@ -169,7 +169,7 @@ def test_sizes_that_cannot_be_recorded_are_neither_counted_nor_compiled(
     assert all(size.tokens <= 64 for size in sized.recorded)
 
 
-def test_a_size_serves_orders_of_half_its_tokens_at_least() -> None:
+def test_size_serves_orders_of_at_least_half_its_tokens() -> None:
     size = OrderSize(8, 256, 4, True)
     assert size.serves(OrderSize(8, 128, 4)) and not size.serves(OrderSize(8, 100, 4))
     assert size.serves(OrderSize(8, 200, 3))

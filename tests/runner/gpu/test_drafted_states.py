@@ -15,7 +15,7 @@ from quire.ops import gpu
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.drafting.draft_steps import VerifyStep
 from quire.runner.gpu import graphs
-from tests.runner.gpu.test_kernel_ops import devices, told  # noqa: F401 (a fixture)
+from tests.runner.gpu.test_kernel_ops import devices, summary_of  # noqa: F401 (a fixture)
 from tests.runner.test_guesses import Oracle
 from tests.support.engine.attachments import draft_with
 from tests.support.models.checkpoints import random_tokens
@@ -35,8 +35,8 @@ PARAMS = [
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Steps with draft tokens: launched directly, recorded, recorded with prompts. A kind is
-    recorded at its first step."""
+    """Count the steps with draft tokens: launched directly, recorded, recorded with prompts. A kind
+    is recorded at its first step."""
     counted: Counter[str] = Counter()
     direct, replay = VerifyStep.first, graphs.Recorded.first
 
@@ -58,7 +58,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def ask(llm: LLM) -> list[RequestOutput]:
+def answers_of(llm: LLM) -> list[RequestOutput]:
     prompts = [{"prompt_token_ids": each} for each in IDS]
     return llm.generate(prompts, PARAMS, use_tqdm=False)
 
@@ -75,7 +75,7 @@ def ask(llm: LLM) -> list[RequestOutput]:
         ),
     ],
 )
-def test_no_step_with_draft_tokens_is_direct(
+def test_steps_with_draft_tokens_are_replayed_and_exact(
     architecture: str, num: int, right: float, verified: Counter[str], caplog: Any
 ) -> None:
     settings: dict[str, Any] = {
@@ -85,7 +85,7 @@ def test_no_step_with_draft_tokens_is_direct(
     }  # fmt: skip
     with LLM(str(checkpoint(architecture)), enforce_eager=True, **settings) as llm:
         draft_with(llm.engine.client.core, None)
-        plain = ask(llm)
+        plain = answers_of(llm)
     known = {
         (tuple(o.prompt_token_ids or ()), c.index): list(c.token_ids)
         for o in plain
@@ -94,6 +94,6 @@ def test_no_step_with_draft_tokens_is_direct(
     with LLM(str(checkpoint(architecture)), **settings) as llm:
         oracle = Oracle(known, num, right)
         draft_with(llm.engine.client.core, oracle)
-        assert list(map(told, ask(llm))) == list(map(told, plain))
+        assert list(map(summary_of, answers_of(llm))) == list(map(summary_of, plain))
     assert oracle.num_tried > 6 and "failed" not in caplog.text
     assert verified["direct"] == 0 and verified["drafted"] + verified["mixed"] > 2

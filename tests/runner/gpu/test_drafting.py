@@ -8,8 +8,10 @@ from tests.support.models.reference_checkpoints import checkpoint
 
 
 @pytest.mark.parametrize("architecture", ["mistral", pytest.param("llama", marks=pytest.mark.slow)])
-def test_the_model_itself_is_right(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
-    """Its sums are the same wherever a row stands."""
+def test_all_drafts_of_the_target_itself_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """The kernels' sums do not depend on a row's position in the batch."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     model, few = checkpoint(architecture), {"attention_backend": "triton", "max_num_seqs": 4}
     short = [params.clone() for params in PARAMS[:2]]

@@ -1,4 +1,4 @@
-"""Which steps are recorded, when, in what order, and what is remembered of it."""
+"""Which steps are recorded, when and in which order, and which kinds the next engine remembers."""
 
 import json
 from pathlib import Path
@@ -26,24 +26,24 @@ PLAIN, FILTERED, EDITED = Needs(), Needs(has_filters=True), Needs(edits=0)
 
 
 class Decoder:
-    """Notes what is recorded: a runner, with its rows and sampler. most: graphs that find room."""
+    """A runner with its rows and sampler that notes recorded sizes. maximum: graphs that fit."""
 
     max_model_len = 8
     attachments: tuple[Any, ...] = ()
 
-    def __init__(self, most: int = 1000, takes_any_lengths: bool = True) -> None:
+    def __init__(self, maximum: int = 1000, takes_any_lengths: bool = True) -> None:
         self.backend: Any = self
         self.rows = self.ops = self.sampler = self
         self.takes_any_lengths = takes_any_lengths
         self.sizes: list[Size] = []
-        self.most = most
+        self.maximum = maximum
         self._is_new = False
 
     def prepare_empty_step(self) -> None:
         self._is_new = True
 
     def gather(self, shape: StepShape) -> Any:
-        if self._is_new and len(self.sizes) == self.most:
+        if self._is_new and len(self.sizes) == self.maximum:
             raise torch.OutOfMemoryError
         if self._is_new:
             tokens = shape.num_tokens
@@ -68,7 +68,7 @@ class Decoder:
         return []
 
 
-class AtOnce(LateDevice):
+class EagerDevice(LateDevice):
     def run(self, work):
         arrival = super().run(work)
         arrival.wait()
@@ -76,20 +76,20 @@ class AtOnce(LateDevice):
 
 
 def make(max_rows: int, decoder: Any, **more: Any) -> Graphs:
-    device: Any = AtOnce(torch.device("cpu"))
+    device: Any = EagerDevice(torch.device("cpu"))
     return Graphs(device, decoder, max_rows, **more)
 
 
-@pytest.mark.parametrize("most", [1, 3, 64, 100, 256, 300, 1024])
-def test_no_size_of_the_ladder_has_much_too_much_room(most: int) -> None:
-    sizes = ladder(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == most and sizes[0] == 1
-    for num in range(1, most + 1):
+@pytest.mark.parametrize("maximum", [1, 3, 64, 100, 256, 300, 1024])
+def test_ladder_sizes_waste_little_room(maximum: int) -> None:
+    sizes = ladder(maximum)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == maximum and sizes[0] == 1
+    for num in range(1, maximum + 1):
         size = next(size for size in sizes if size >= num)
         assert size < num + 16 and (size < 2 * num or size - num < 1)
 
 
-def test_the_second_step_of_a_kind_is_recorded_and_the_largest_before_all() -> None:
+def test_second_step_of_a_kind_is_recorded_after_the_largest_size() -> None:
     decoder = Decoder()
     found = make(20, decoder)
     assert [found.find(3, 0, PLAIN) for _ in range(FIRST_TIMES)] == [None] * FIRST_TIMES
@@ -100,12 +100,12 @@ def test_the_second_step_of_a_kind_is_recorded_and_the_largest_before_all() -> N
     assert found.find(3, 0, PLAIN) is recorded
     assert found.find(3, 0, FILTERED) is None, "another kind"
     assert found.find(3, 0, FILTERED) not in (None, recorded)
-    assert found.find(21, 0, PLAIN) is None, "more rows than there are"
+    assert found.find(21, 0, PLAIN) is None, "more rows than the engine has"
     assert found.find(3, 0, Needs(num_candidates=500)) is None
 
 
-def test_padding_reaches_no_expert() -> None:
-    """A step's number of tokens is the last entry of the rows' starts."""
+def test_padding_tokens_skip_the_experts() -> None:
+    """The last entry of the rows' starts is the number of tokens of a step."""
     decoder = Decoder()
     found = make(4, decoder)
     assert [found.find(2, 0, PLAIN) for _ in range(2)][1] is not None
@@ -114,8 +114,8 @@ def test_padding_reaches_no_expert() -> None:
 
 
 @pytest.mark.parametrize("takes_any_lengths", [True, False])
-def test_mixed_steps_have_places_for_rows_and_tokens(takes_any_lengths: bool) -> None:
-    """They are cut where attention must know lengths."""
+def test_mixed_sizes_have_room_for_rows_and_tokens(takes_any_lengths: bool) -> None:
+    """They are recorded in pieces if attention must know lengths."""
     decoder = Decoder(takes_any_lengths=takes_any_lengths)
     found = make(64, decoder)
     for _ in range(FIRST_TIMES_MIXED):
@@ -126,14 +126,14 @@ def test_mixed_steps_have_places_for_rows_and_tokens(takes_any_lengths: bool) ->
     assert found.find(4, 32, PLAIN) is recorded
     assert found.find(4, 33, PLAIN) is None
     for _ in range(FIRST_TIMES_MIXED):
-        found.find(40, 3, PLAIN)  # copies that sample, of one row: no place without a token
+        found.find(40, 3, PLAIN)  # forks of one row, which sample: each sample needs a token
     wide = found.find(40, 3, PLAIN)
     assert wide is not None and wide.size == Size(64, 64)
     assert all(found.find(3, 4096, PLAIN) is None for _ in range(9))
 
 
-def test_the_least_recently_used_graph_is_dropped() -> None:
-    """Plain decoding steps are not; a dropped kind must occur often before it is recorded again."""
+def test_least_recently_used_graph_is_dropped() -> None:
+    """Plain decoding graphs are kept. A dropped kind is recorded again once it occurs often."""
     found = make(4, decoder := Decoder(), max_others=2)
 
     def after(times: int, tokens: int) -> Any:
@@ -143,38 +143,38 @@ def test_the_least_recently_used_graph_is_dropped() -> None:
     assert first is not None and second is not None
     assert found.find(4, 16, PLAIN) is first
     third = after(9, 48)
-    assert third is not None and third.size.tokens == 48, "in the place of the second"
+    assert third is not None and third.size.tokens == 48, "it replaces the second"
     assert found.find(4, 16, PLAIN) is first
     larger = after(9, 32)
-    assert larger is not None and larger.size.tokens == 48, "meanwhile it uses a larger one"
+    assert larger is not None and larger.size.tokens == 48, "until then, a larger graph serves it"
     own = after(DROPPED_TIMES, 32)
     assert own is not None and own.size.tokens == 32
     while found.record_next():
         pass
-    assert len([size for size in decoder.sizes if not size.is_mixed]) == 3, "each, once"
+    assert len([size for size in decoder.sizes if not size.is_mixed]) == 3, "each size once"
     assert found.find(4, 48, PLAIN) is third, "idle moments drop nothing"
 
 
-def test_a_repeated_step_does_not_find_its_dropped_graph() -> None:
-    """Though the last step that had a graph was of its kind, with the same needs."""
+def test_repeated_steps_do_not_find_their_dropped_graph() -> None:
+    """The last step that had a graph was of the same kind, with the same needs."""
     found = make(4, Decoder(), max_others=1)
     first = [found.find(4, 0, FILTERED) for _ in range(3)][-1]
     assert first is not None and found.find(4, 0, FILTERED) is first
     steps = [found.find(4, 16, PLAIN) for _ in range(FIRST_TIMES_MIXED + 1)]
-    assert steps[-1] is not None, "its graph takes the place of the first"
+    assert steps[-1] is not None, "its graph replaces the first"
     assert found.find(4, 0, FILTERED) is None
     again = [found.find(4, 0, FILTERED) for _ in range(DROPPED_TIMES + FIRST_TIMES)][-1]
     assert again not in (None, first)
 
 
-def test_a_recording_that_fails_costs_its_own_kind_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_recording_disables_its_own_kind_only(caplog: pytest.LogCaptureFixture) -> None:
     decoder = Decoder()
     gather = decoder.gather
-    num_tries = []
+    num_attempts = []
 
     def fail_for_eight(shape: StepShape) -> Any:
         if shape.num_samples == 8:
-            num_tries.append(1)
+            num_attempts.append(1)
             raise RuntimeError("a product of this size has no plan")
         return gather(shape)
 
@@ -184,11 +184,11 @@ def test_a_recording_that_fails_costs_its_own_kind_alone(caplog: pytest.LogCaptu
     assert [each is not None for each in recorded] == [False, True, True]
     while found.record_next():
         pass
-    assert decoder.sizes == [Size(4), Size(2), Size(1)] and len(num_tries) == 1
+    assert decoder.sizes == [Size(4), Size(2), Size(1)] and len(num_attempts) == 1
     assert len(caplog.messages) == 1 and "Size(rows=8" in caplog.text
 
 
-def test_a_mixed_step_has_room_for_at_most_128_tokens_more() -> None:
+def test_mixed_sizes_waste_at_most_128_tokens() -> None:
     found = make(64, Decoder()).sizes
     for num_tokens in range(513, 2049):
         size = found.find(4, num_tokens)
@@ -196,22 +196,24 @@ def test_a_mixed_step_has_room_for_at_most_128_tokens_more() -> None:
     assert found.find(4, 1040) == Size(4, 1152)
 
 
-def test_without_memory_steps_are_launched_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    decoder = Decoder(most=2)
+def test_steps_without_memory_for_a_graph_are_launched_directly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decoder = Decoder(maximum=2)
     found = make(20, decoder)
     for num_rows in (1, 1, 4, 4, 8, 8):
         found.find(num_rows, 0, PLAIN)
     assert decoder.sizes == [Size(20), Size(1)]
-    assert found.find(1, 0, PLAIN) is not None, "what is there is used"
+    assert found.find(1, 0, PLAIN) is not None, "recorded graphs are still used"
     assert not found.record_next()
     assert len(caplog.messages) == 1 and "enforce_eager" in caplog.text
 
 
-def test_a_first_step_uses_a_graph_with_room_and_more_needs() -> None:
+def test_first_step_uses_a_larger_graph_with_more_needs() -> None:
     found = make(64, decoder := Decoder())
-    most = Needs(True, True, None, 20)
-    assert [found.find(9, 0, most) for _ in range(2)][0] is None
-    assert [found.find(4, 600, most) for _ in range(4)][-1] is not None
+    maximum = Needs(True, True, None, 20)
+    assert [found.find(9, 0, maximum) for _ in range(2)][0] is None
+    assert [found.find(4, 600, maximum) for _ in range(4)][-1] is not None
     recorded = len(decoder.sizes)
     for needs in (PLAIN, FILTERED, Needs(num_candidates=5)):
         small = found.find(3, 0, needs)
@@ -224,24 +226,26 @@ def test_a_first_step_uses_a_graph_with_room_and_more_needs() -> None:
 
 
 class UsedPart(ForwardPart):
-    """Part of a feature that a step's rows may use."""
+    """The part of a feature that a step's rows may use."""
 
     is_used = True
 
 
-def test_steps_that_use_no_feature_have_graphs_of_their_own() -> None:
-    """Of both, idle moments record the whole ladder, and neither is dropped."""
+def test_steps_without_features_have_their_own_graphs() -> None:
+    """Idle moments record the whole ladder with features and without, and neither is dropped."""
     none = unused(PLAIN)
     found = make(8, decoder := Decoder(), max_others=1)
     decoder.attachments = (SimpleNamespace(at_rest=UsedPart()),)
     assert [found.find(4, 0, PLAIN) for _ in range(2)][0] is None
     whole = found.find(4, 0, PLAIN)
-    assert whole is not None and found.find(4, 0, none) is whole, "until it is recorded"
+    assert whole is not None and found.find(4, 0, none) is whole, "until its own graph is recorded"
     own = found.find(4, 0, none)
     assert own not in (None, whole) and found.find(4, 0, PLAIN) is whole
     assert found.find(3, 0, unused(FILTERED)) is None
     assert found.find(3, 0, unused(FILTERED)) not in (None, own)
-    assert found.find(3, 0, FILTERED) is None, "it leaves out what these rows use"
+    assert found.find(3, 0, FILTERED) is None, (
+        "the graph without features skips what these rows use"
+    )
     while found.record_next():
         pass
     assert sorted(size.rows for size in decoder.sizes) == [1, 1, 2, 2, 4, 4, 4, 8, 8]
@@ -250,15 +254,15 @@ def test_steps_that_use_no_feature_have_graphs_of_their_own() -> None:
     other.find(1, 0, PLAIN)
     while other.record_next():
         pass
-    assert len(decoder.sizes) == 9 + 4, "without such features there is one ladder"
+    assert len(decoder.sizes) == 9 + 4, "an engine without such features has one ladder"
 
 
 @pytest.mark.parametrize(("is_used_first", "num_drops"), [(True, 0), (False, 8)])
-def test_other_kinds_have_one_graph_with_and_without_a_feature(
+def test_mixed_kinds_share_a_graph_with_and_without_features(
     is_used_first: bool, num_drops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mixed steps of 20 sizes in turn, each with the feature and without: their graphs stay within
-    the limit. A graph without it is recorded only before the other, and dropped in its favour."""
+    """Mixed steps of 20 sizes alternate, with the feature and without; their graphs fit the limit.
+    A graph without the feature is recorded only before the other, which then replaces it."""
     dropped, drop = list[Any](), Graphs._drop
     monkeypatch.setattr(Graphs, "_drop", lambda self, key: dropped.append(key) or drop(self, key))
     found = make(8, decoder := Decoder())
@@ -275,17 +279,17 @@ def test_other_kinds_have_one_graph_with_and_without_a_feature(
     assert len([size for size in decoder.sizes if size.is_mixed]) == len(decoder.sizes) - 8, "plain"
 
 
-def test_which_steps_use_no_feature() -> None:
-    used, plain, left_out = UsedPart(), ForwardPart(), ForwardPart()
-    left_out.is_used = False
+def test_unused_means_that_no_part_is_used() -> None:
+    used, plain, unused_part = UsedPart(), ForwardPart(), ForwardPart()
+    unused_part.is_used = False
     assert not are_unused([]) and not are_unused([plain]) and not are_unused([plain, used])
-    assert are_unused([plain, left_out]) and not are_unused([used, left_out])
+    assert are_unused([plain, unused_part]) and not are_unused([used, unused_part])
     assert used.unused is used and unused(PLAIN) is unused(Needs())
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 64, 256, 400])
-def test_the_warm_up_has_room_for_every_step(max_rows: int) -> None:
-    """Of up to twice its tokens, or of few."""
+def test_warm_up_sizes_hold_every_step(max_rows: int) -> None:
+    """Each step has a size of at most twice its tokens, or a small one."""
     sizes, runs = Sizes(max_rows), Runs(1, 2, 100)
     warm = sizes.warm(None, runs)
     num_kinds = sum(1 if size.runs else 2 for size in warm)  # and with masks
@@ -301,14 +305,14 @@ def test_the_warm_up_has_room_for_every_step(max_rows: int) -> None:
                     continue
                 found = [size for size in warm if size.holds(num_rows, tokens, drafted)]
                 assert found, (num_rows, tokens, drafted)
-                least = min(size.num_tokens for size in found)
-                assert least <= max(graphs.COVER_TOKENS, 2 * tokens, 2 * num_rows)
+                smallest = min(size.num_tokens for size in found)
+                assert smallest <= max(graphs.COVER_TOKENS, 2 * tokens, 2 * num_rows)
 
 
-def test_idle_moments_begin_with_what_was_used_before(tmp_path: Path) -> None:
+def test_idle_moments_record_remembered_kinds_first(tmp_path: Path) -> None:
     facts = ["a model", "a GPU"]
     first = make(8, Decoder(), used=UsedSizes(tmp_path, facts))
-    assert not first.record_next(), "nobody has asked for anything yet"
+    assert not first.record_next(), "no step has run yet"
     for _ in range(9):
         first.find(2, 0, FILTERED)
         first.find(3, 30, PLAIN)
@@ -321,7 +325,7 @@ def test_idle_moments_begin_with_what_was_used_before(tmp_path: Path) -> None:
     known = {Size(8), Size(2), Size(4, 32)}
     assert set(decoder.sizes[:3]) == known
     assert decoder.sizes[3:6] == [Size(4), Size(2), Size(1)], "the ladder, from the top"
-    assert decoder.sizes[6:] == [Size(4, 64)], "mixed steps that came"
+    assert decoder.sizes[6:] == [Size(4, 64)], "mixed steps of this engine"
     assert second.find(2, 0, FILTERED) is not None
     third = make(8, Decoder(), used=UsedSizes(tmp_path, ["another model", "a GPU"]))
     third.find(1, 0, PLAIN)
@@ -329,13 +333,13 @@ def test_idle_moments_begin_with_what_was_used_before(tmp_path: Path) -> None:
     assert third.find(2, 0, FILTERED) is None
 
 
-def test_kinds_without_features_are_remembered(tmp_path: Path) -> None:
-    """And forgotten by an engine that has no such features."""
+def test_kinds_with_unused_features_are_remembered(tmp_path: Path) -> None:
+    """An engine without such features forgets them."""
     kinds = [(Size(2), unused(FILTERED)), (Size(4, 32), unused(PLAIN)), (Size(4), FILTERED)]
     UsedSizes(tmp_path, []).write(kind_of(*each) for each in kinds)
     read = UsedSizes(tmp_path, []).read()
     assert {size_and_needs(kind) for kind in read} == set(kinds)
-    for attachments, wanted in (
+    for attachments, expected in (
         ((SimpleNamespace(at_rest=UsedPart()),), kinds),
         ((), kinds[2:]),
     ):
@@ -345,18 +349,18 @@ def test_kinds_without_features_are_remembered(tmp_path: Path) -> None:
         while found.record_next():
             pass
         others = {key for key in found._recorded if key[1].has_filters or key[0].is_mixed}
-        assert others == set(wanted)
+        assert others == set(expected)
         UsedSizes(tmp_path, []).write(kind_of(*each) for each in kinds)
 
 
-def test_a_list_of_an_earlier_version_has_one_value_less(tmp_path: Path) -> None:
+def test_kinds_written_by_an_earlier_version_are_read(tmp_path: Path) -> None:
     kind = kind_of(Size(4, 32, 8), FILTERED)
     used = UsedSizes(tmp_path, [])
     used.path.write_text(json.dumps({"graphs": [kind[:-1], kind]}), encoding="utf-8")
     assert used.read() == [kind, kind]
 
 
-def test_graphs_of_a_table_that_has_moved_are_dropped() -> None:
+def test_graphs_of_a_moved_table_are_dropped() -> None:
     found = make(4, Decoder())
     old = [found.find(2, 0, EDITED) for _ in range(2)][-1]
     assert old is not None
@@ -366,21 +370,21 @@ def test_graphs_of_a_table_that_has_moved_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"graphs": [[1]]}', '{"graphs": [["a", 1]]}'])
-def test_a_damaged_memory_is_no_memory(text: str, tmp_path: Path, caplog: Any) -> None:
+def test_damaged_list_of_kinds_is_ignored(text: str, tmp_path: Path, caplog: Any) -> None:
     used = UsedSizes(tmp_path, [])
     used.path.write_text(text, encoding="utf-8")
     assert used.read() == []
     assert "cannot be read" in caplog.text
 
 
-def test_a_memory_that_cannot_be_written(tmp_path: Path, caplog: Any) -> None:
+def test_unwritable_list_of_kinds_is_logged(tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "file").write_text("")
     UsedSizes(tmp_path / "file" / "below", []).write([])
     assert "cannot be saved" in caplog.text
 
 
-def test_a_recording_that_fails_ends_its_graph() -> None:
-    device = AtOnce(torch.device("cpu"))
+def test_failed_recording_ends_its_graph() -> None:
+    device = EagerDevice(torch.device("cpu"))
     began: list[Any] = []
     begin = device.begin_capture
     device.begin_capture = lambda: began.append(begin()) or began[-1]  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Steps with draft tokens by kernels: more masks than rows, and penalties counted in parts."""
+"""Steps with draft tokens by kernels: more masks than rows, and penalties counted piecewise."""
 
 import functools
 from typing import Any
@@ -9,12 +9,12 @@ from quire import LLM, SamplingParams
 from quire.base.events import Planned, Stepped
 from quire.base.requests.sampling_params import StructuredOutputsParams
 from quire.engine.drafting.draft_pace import StepTimes
-from tests.runner.gpu.test_kernel_ops import devices, one_layer, told  # noqa: F401 (a fixture)
+from tests.runner.gpu.test_kernel_ops import devices, one_layer, summary_of  # noqa: F401 (a fixture)
 from tests.support.runner.late_device import on_the_host
 
 
 def answers(**settings: Any) -> tuple[list[Any], int]:
-    """What two requests get one after the other, and how many guesses were right."""
+    """Return the tokens of two consecutive requests, and the number of accepted draft tokens."""
     masked = SamplingParams(temperature=0.0, max_tokens=24)
     masked.structured_outputs = StructuredOutputsParams(choice=["the little fox ran home"])
     penalised = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -34,7 +34,7 @@ def answers(**settings: Any) -> tuple[list[Any], int]:
 
 
 @functools.cache
-def answers_without_guesses() -> list[Any]:
+def answers_without_drafts() -> list[Any]:
     with on_the_host():
         return answers(
             speculative_config={"method": "none"}, attention_backend="torch", pipeline_depth=2
@@ -43,14 +43,16 @@ def answers_without_guesses() -> list[Any]:
 
 @pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_masks_and_penalties_at_each_guess(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_and_penalties_apply_at_each_draft_token(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    found, num_right = answers(
+    found, num_correct = answers(
         speculative_config=ngram, attention_backend="triton", pipeline_depth=depth
     )
-    assert found == answers_without_guesses()
-    assert num_right > 10
+    assert found == answers_without_drafts()
+    assert num_correct > 10
 
 
 PARAMS = [
@@ -63,33 +65,33 @@ PARAMS = [
 ]  # fmt: skip
 
 
-class Flown:
-    """How many plans had the device guess, and how many of these were behind another."""
+class PlansInFlight:
+    """Count the plans with drafts by the device, and those launched while another was in flight."""
 
     def __init__(self, llm: LLM) -> None:
-        self.num_guessing = self.num_behind = self.num_right = 0
-        self._flown: set[int] = set()
+        self.num_drafting = self.num_queued = self.num_correct = 0
+        self._in_flight: set[int] = set()
         llm.engine.client.core.subscribe(self.note)
 
     def note(self, event: Any) -> None:
         if isinstance(event, Stepped):
-            self.num_right += event.num_accepted
-            self._flown.discard(event.step_id)
+            self.num_correct += event.num_accepted
+            self._in_flight.discard(event.step_id)
         if isinstance(event, Planned) and event.plan is not None and event.plan.is_guessing:
-            self.num_guessing += 1
-            self.num_behind += len(self._flown) > 0
-            self._flown.add(event.step_id)
+            self.num_drafting += 1
+            self.num_queued += len(self._in_flight) > 0
+            self._in_flight.add(event.step_id)
 
 
-def kernels_say(**settings: Any) -> tuple[list[Any], Flown]:
+def run_kernels(**settings: Any) -> tuple[list[Any], PlansInFlight]:
     with LLM(
         **one_layer(), dtype="float32", max_model_len=64, block_size=4, max_num_seqs=6,
         disable_log_stats=True, **{"attention_backend": "triton"} | settings,
     ) as llm:  # fmt: skip
-        flown = Flown(llm)
+        in_flight = PlansInFlight(llm)
         prompts = ["one two one two", "a", "the fox the fox", "one one one"]
         outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
-        return [told(output) for output in outputs], flown
+        return [summary_of(output) for output in outputs], in_flight
 
 
 @pytest.mark.slow
@@ -102,15 +104,15 @@ def kernels_say(**settings: Any) -> tuple[list[Any], Flown]:
     ],
     ids=["recorded", "few blocks"],
 )
-def test_the_device_guesses_and_nothing_is_waited_for(
+def test_drafts_by_the_device_never_wait_for_the_host(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plans are launched behind each other that the device has guessed in, and recorded plain steps
-    between them; tokens and log-probabilities are those of steps without guesses."""
+    """Plans with drafts by the device are launched one after another, with plain steps in between.
+    Tokens and log-probabilities equal those of steps without drafts."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    found, flown = kernels_say(speculative_config=ngram, **settings)
-    assert flown.num_behind >= 3 and flown.num_right > 10
+    found, in_flight = run_kernels(speculative_config=ngram, **settings)
+    assert in_flight.num_queued >= 3 and in_flight.num_correct > 10
     with on_the_host():
         plain = {"speculative_config": {"method": "none"}, "attention_backend": "torch"}
-        assert found == kernels_say(**settings | plain)[0]
+        assert found == run_kernels(**settings | plain)[0]

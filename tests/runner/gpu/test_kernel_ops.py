@@ -35,7 +35,7 @@ PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(3 + 6 * i)]} fo
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LateDevice]]:
-    """Those that were made. Operations believe that they are on a GPU, without the C++ core."""
+    """The created devices. Operations behave as on a GPU, without the C++ core."""
     made: list[LateDevice] = []
     if not INTERPRETED:
         yield made
@@ -56,8 +56,8 @@ def one_layer() -> dict[str, str]:
     return {"model": str(shallow(whole, 1)), "tokenizer": whole}
 
 
-def told(output: Any) -> list[tuple[Any, ...]]:
-    """Tokens of each sequence, and log-probabilities, rounded."""
+def summary_of(output: Any) -> list[tuple[Any, ...]]:
+    """Return the tokens of each sequence, and rounded log-probabilities."""
     found = []
     for sequence in output.outputs:
         logprobs = [
@@ -87,7 +87,7 @@ def run(
     settings |= SETTINGS | {"attention_backend": backend} | settings
     with LLM(str(shallow(str(checkpoint("llama")), 1)), **settings) as llm:
         outputs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(rounds)]
-    return [told(output) for each in outputs for output in each]
+    return [summary_of(output) for each in outputs for output in each]
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -149,22 +149,22 @@ KINDS: dict[str, list[SamplingParams]] = {
 }  # fmt: skip
 
 
-# Two of them at once, where each by itself takes long.
+# Two kinds in one run, since each takes long alone.
 KINDS["penalties and edits"] = [KINDS["penalties"][1], *KINDS["edits"][1:3]]
 KINDS["filters and logprobs"] = [*KINDS["filters"][:2], *KINDS["logprobs"]]
 
 
 @functools.cache
-def wanted(kind: str) -> list[Any]:
-    """What a round on the host tells."""
+def expected(kind: str) -> list[Any]:
+    """Return the results of one round on the host."""
     return run_on_the_host(KINDS[kind], rounds=1, max_logprobs=-1)
 
 
-# The first round of what is recorded below begins with steps that are launched as they are, too.
+# The first round of the recorded tests below also begins with steps launched directly.
 @pytest.mark.parametrize("kind", slow_but(KINDS, "extras"))
-def test_launched_as_they_are(kind: str, devices: list[LateDevice]) -> None:
+def test_direct_launches_equal_the_host(kind: str, devices: list[LateDevice]) -> None:
     found = run("triton", KINDS[kind], rounds=1, max_logprobs=-1, enforce_eager=True)
-    assert found == wanted(kind)
+    assert found == expected(kind)
     assert not any(device.graphs for device in devices)
 
 
@@ -184,21 +184,21 @@ def test_launched_as_they_are(kind: str, devices: list[LateDevice]) -> None:
         ),
     ],
 )
-def test_with_attention_by_torch(
+def test_attention_by_torch_equals_the_host(
     kind: str, has_triton: bool, devices: list[LateDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is launched as well, by lengths of the host, so that no graph can hold it; without triton
-    all else is torch's, too."""
+    """Torch's attention needs lengths from the host, so no graph can hold it. Without triton, torch
+    also runs all other operations."""
     monkeypatch.setattr(gpu, "has_triton", lambda: has_triton)
     found = run("torch", KINDS[kind], rounds=1, max_logprobs=-1, pipeline_depth=3)
-    assert found == wanted(kind)
+    assert found == expected(kind)
     assert all(device.most_waiting > 1 and not device.graphs for device in devices)
     assert len(devices) == 1 or not INTERPRETED
 
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
-    """How often mixed steps were replayed, and others. Mixed ones are recorded at once."""
+    """Count replays of mixed steps and of others. Mixed kinds are recorded at their first step."""
     counted: Counter[bool] = Counter()
     first = graphs.Recorded.first
 
@@ -219,8 +219,10 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
         "prompt logprobs",
     ),
 )
-def test_recorded_whole(kind: str, devices: list[LateDevice], replays: Counter[bool]) -> None:
-    """What was recorded in the first round is replayed in the second; mixed steps in pieces."""
+def test_whole_graphs_equal_the_host(
+    kind: str, devices: list[LateDevice], replays: Counter[bool]
+) -> None:
+    """The second round replays the graphs of the first; mixed steps replay in pieces."""
     check_recorded(kind, "full", replays)
 
 
@@ -228,18 +230,20 @@ def test_recorded_whole(kind: str, devices: list[LateDevice], replays: Counter[b
     "kind",
     slow_but(["greedy", "filters", "logprobs", "filters and logprobs"], "logprobs"),
 )
-def test_recorded_in_pieces(kind: str, devices: list[LateDevice], replays: Counter[bool]) -> None:
+def test_graphs_in_pieces_equal_the_host(
+    kind: str, devices: list[LateDevice], replays: Counter[bool]
+) -> None:
     check_recorded(kind, "piecewise", replays)
 
 
 def check_recorded(kind: str, compilation: str, replays: Counter[bool]) -> None:
     found = run("triton", KINDS[kind], rounds=2, max_logprobs=-1, compilation=compilation)
-    assert found == 2 * wanted(kind)
+    assert found == 2 * expected(kind)
     assert kind == "all logprobs" or replays[False] > 0
     assert kind in ("all logprobs", "prompt logprobs") or replays[True] > 0
 
 
-FEW_BYTES = 10 * 2 * 2 * 4 * 8 * 8  # of ten blocks
+FEW_BYTES = 10 * 2 * 2 * 4 * 8 * 8  # the size of ten blocks
 CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"kv_cache_memory_bytes": FEW_BYTES, "max_model_len": 36},
     "swapped": {
@@ -255,7 +259,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_do_not_depend_on_the_memory(case: str, devices: list[LateDevice]) -> None:
+def test_tokens_do_not_depend_on_memory_settings(case: str, devices: list[LateDevice]) -> None:
     kind = KINDS["greedy"][:4] + KINDS["filters"][:1]
     found = run("triton", kind, rounds=2, **CASES[case])
     assert found == run_on_the_host(kind, rounds=2, **CASES[case])

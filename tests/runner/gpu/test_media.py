@@ -1,4 +1,4 @@
-"""Media on a device that does everything late, and replays steps of text as graphs."""
+"""Media on a device that runs everything late, and replays steps of text as graphs."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def answers(backend: str) -> tuple[Engine, dict[tuple[str, int], list[int]]]:
         engine.add(name, max_tokens=4)
     found = engine.drive(DEPTH)
     num_replays = sum(graph.num_replays for graph in graphs_of(engine))
-    assert num_replays == 0, "no graph holds what the rows' items mean"
+    assert num_replays == 0, "no graph holds the rows' items"
     engine.add("text", max_tokens=6)
     found |= engine.drive(DEPTH)
     return engine, tokens_of(found)
@@ -34,7 +34,7 @@ def tokens_of(found: Found) -> dict[tuple[str, int], list[int]]:
     return {key: [token for token, _ in pairs] for key, pairs in found.items()}
 
 
-def test_items_are_encoded_and_read_long_after_their_step_was_made(
+def test_items_are_encoded_and_read_long_after_their_step_is_planned(
     devices: list[LateDevice],  # noqa: F811
 ) -> None:
     engine, found = answers("triton")

@@ -47,7 +47,7 @@ SETTINGS = {
 
 
 def model_of(architecture: str = "llama") -> str:
-    """Return a model; one layer of those whose layers are alike, for half the time."""
+    """Return a model. Llama has equal layers and gets only one, for half the time."""
     whole = str(checkpoint(architecture))
     return str(shallow(whole, 1)) if architecture == "llama" else whole
 
@@ -59,7 +59,7 @@ def build(backend: str, architecture: str = "llama", **settings: Any) -> BuiltRu
 
 
 def requests(num_more: int = 0) -> list[Request]:
-    """num_more: tokens that each makes beyond a few."""
+    """num_more: additional tokens of each request."""
     found = []
     for i in range(6):
         params = SamplingParams(
@@ -75,12 +75,12 @@ def requests(num_more: int = 0) -> list[Request]:
 
 
 def two() -> list[Request]:
-    """A sampled one, and a greedy one with a penalty."""
+    """A sampled request, and a greedy one with a penalty."""
     return requests()[:2]
 
 
 def first_four() -> list[Request]:
-    """Some that end while prompts of others are still computed."""
+    """Requests that partly end while other prompts are still computed."""
     return requests(num_more=1)[:4]
 
 
@@ -95,8 +95,8 @@ def drive(
     make: Callable[[], list[Request]] = requests,
     architecture: str = "llama",
 ) -> dict[tuple[str, int], list[int]]:
-    """The tokens of all sequences. Plans are launched as far ahead as possible. masked: requests
-    whose rows have masks."""
+    """Return the tokens of all sequences. Plans are launched as far ahead as possible. masked:
+    requests whose rows have masks."""
     scheduler = make_scheduler(built, resolve_model(model_of(architecture), None))
     for request in make():
         scheduler.add(request, 0.0)
@@ -109,7 +109,7 @@ def drive(
             plan, promise = with_masks(scheduler, plan, masked, vocab_size)
             in_flight.append((plan, built.runner.launch(plan, promise)))
         if device is not None and len(in_flight) > 1:
-            assert not in_flight[-1][1].is_done(), "nothing is done before it must be"
+            assert not in_flight[-1][1].is_done(), "no work runs before its result is requested"
         plan, pending = in_flight.popleft()
         result = pending.end() if len(plan.rows) else combine(plan, [])
         outputs = scheduler.update(result, 0.0).outputs
@@ -120,12 +120,12 @@ def drive(
 
 
 @pytest.mark.parametrize("room", slow_but(("large", "small"), "small"))
-def test_everything_is_told_long_before_it_is_done(
+def test_plans_launched_far_ahead_give_the_tokens_of_torch(
     room: str,
     devices: list[LateDevice],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With small slots the changes of a plan need several, and the ring is often full."""
+    """With small slots, one plan's changes need several slots, and the ring is often full."""
     if room == "small":
         monkeypatch.setattr(slots, "MAX_TOKENS", 7)
         monkeypatch.setattr(slots, "MAX_DELTAS", 9)
@@ -141,13 +141,13 @@ def test_everything_is_told_long_before_it_is_done(
 
 
 @pytest.mark.parametrize("quantization", ["int4", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_quantised_products_are_recorded_and_read_nothing(
+def test_quantised_products_are_recorded_without_reading_values(
     quantization: str,
     devices: list[LateDevice],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
-    monkeypatch.setattr(formats, "check_quantization", lambda *_: None)  # it asks for the core
+    monkeypatch.setattr(formats, "check_quantization", lambda *_: None)  # it needs the C++ core
     weights = {"quantization": quantization}
     found = drive(build("triton", compilation="full", **weights), devices[-1], make=two)
     assert found == drive(build("triton", enforce_eager=True, **weights), devices[-1], make=two)
@@ -155,12 +155,12 @@ def test_quantised_products_are_recorded_and_read_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compilation", ["full", "piecewise"])
-def test_layers_with_states_are_recorded_and_read_nothing(
+def test_layers_with_states_are_recorded_without_reading_values(
     compilation: str,
     devices: list[LateDevice],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also in mixed steps, whose rows have other lengths than when they were recorded."""
+    """This includes mixed steps, whose rows have other lengths than when they were recorded."""
     replays, begin = [], Pieces.begin
     monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
     monkeypatch.setattr(Pieces, "begin", lambda pieces: (replays.append(pieces), begin(pieces)))
@@ -186,13 +186,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", slow_but(WAYS, "recorded whole"))
-def test_masked_steps_are_told_long_before_they_are_done(
+def test_masked_steps_launched_far_ahead_give_the_tokens_of_torch(
     way: str,
     devices: list[LateDevice],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Slots of masks are reused while copies from them are still to come; sequences without masks
-    get the tokens that they get without such company."""
+    """Mask slots are reused while copies from them are pending. Sequences without masks get the
+    same tokens as in a batch without masks."""
     num_cuts: Counter[int] = Counter()
     begin = Pieces.begin
 
@@ -228,7 +228,7 @@ READS: list[Callable[[torch.Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_value_that_is_read_on_the_way_is_noticed(read: Callable[[torch.Tensor], Any]) -> None:
+def test_late_device_detects_values_read_by_the_host(read: Callable[[torch.Tensor], Any]) -> None:
     device = LateDevice(torch.device("cpu"))
     value = torch.ones(1, dtype=torch.int64)
     arrival = device.run(lambda: [read(value)][1:])
@@ -237,8 +237,8 @@ def test_a_value_that_is_read_on_the_way_is_noticed(read: Callable[[torch.Tensor
     assert read(value) is not None
 
 
-def test_a_launch_that_fails_can_be_repeated(devices: list[LateDevice]) -> None:  # noqa: F811
-    """At its last launch: the counters have not moved, and the next try gives the same token."""
+def test_failed_launch_can_be_repeated(devices: list[LateDevice]) -> None:  # noqa: F811
+    """A failure at the last launch changes no counters, and the retry gives the same token."""
     found = []
     for fails in (False, True):
         built = build("triton")

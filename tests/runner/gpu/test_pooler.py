@@ -1,4 +1,4 @@
-"""Steps of models that pool, as graphs: none is launched kernel by kernel after the warm-up."""
+"""Steps of pooling models as graphs: no step is launched kernel by kernel after the warm-up."""
 
 from collections import Counter
 from pathlib import Path
@@ -35,7 +35,7 @@ KINDS = {
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[str]:
-    """Steps launched directly, and steps replayed. There is one mixed size, for speed."""
+    """Count the steps launched directly, and the steps replayed. One mixed size saves time."""
     counted: Counter[str] = Counter()
     for kind, name in ((graphs.Recorded, "replayed"), (PlainStep, "direct")):
         first = kind.first
@@ -55,7 +55,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[str]:
 
 
 def pooled(model: str, kind: str, backend: str, **settings: Any) -> list[np.ndarray]:
-    """Pooled prompts, which are computed in chunks."""
+    """Return the pooled prompts, which are computed in chunks."""
     path = str(pooling_checkpoint(model, num_layers=1))
     with LLM(
         path, dtype="float32", max_num_batched_tokens=16, max_num_seqs=2,
@@ -67,19 +67,19 @@ def pooled(model: str, kind: str, backend: str, **settings: Any) -> list[np.ndar
 
 
 @pytest.mark.parametrize("name", slow_but(KINDS, "mean"))
-def test_no_step_is_direct_after_the_warm_up(name: str, launched: Counter[str]) -> None:
+def test_warm_up_records_every_step_of_pooling(name: str, launched: Counter[str]) -> None:
     model, kind = KINDS[name]
     found = pooled(model, kind, "triton", graph_warmup=True)
     assert launched["direct"] == 0 and launched["replayed"] >= 2
     with on_the_host():
-        wanted = pooled(model, kind, "torch")
-    for one, other in zip(found, wanted, strict=True):
+        expected = pooled(model, kind, "torch")
+    for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_graph_gives_the_bits_of_direct_launches(launched: Counter[str]) -> None:
-    """Also in steps with fewer rows and tokens than the graph has room for."""
+def test_graphs_and_direct_launches_give_equal_bits(launched: Counter[str]) -> None:
+    """This includes steps with fewer rows and tokens than the graph holds."""
     found = pooled("embed", "MEAN", "triton", graph_warmup=True)
     direct = pooled("embed", "MEAN", "triton", enforce_eager=True)
     assert launched["direct"] > 0

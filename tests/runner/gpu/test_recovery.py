@@ -1,4 +1,4 @@
-"""Failing steps in a GPU's runner, whose launches run at once, as CUDA takes them.
+"""Failing steps in a GPU's runner, whose launches run immediately.
 
 The programs, places and claims are the same as in `tests/engine/loop/test_recovery.py`.
 """
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory i
 
 
 class LaunchingDevice(LateDevice):
-    """What a launch raises is raised by `run`."""
+    """A device whose `run` raises the errors of a launch."""
 
     can_capture = False
 
@@ -47,20 +47,20 @@ def launches(devices: list[LateDevice], monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_fault_by_chance_costs_nobody(depth: int) -> None:
+def test_transient_fault_fails_no_request(depth: int) -> None:
     table: Counter[Cell] = Counter()
-    wanted = gpu_engine(1, 200).start(make_executor=launching)
-    run_program(wanted, 0, has_guilty=False)
+    expected = gpu_engine(1, 200).start(make_executor=launching)
+    run_program(expected, 0, has_guilty=False)
     engine = gpu_engine(depth).start(table, make_executor=launching)
     run_program(engine, 0, has_guilty=False)
-    assert_same(engine, wanted, set())
+    assert_same(engine, expected, set())
     assert {place for _, place in table} >= {*PLACES[:5], "swap_out"}
 
 
 @pytest.mark.slow
-def test_a_fault_that_a_request_brings_costs_that_one() -> None:
-    wanted = gpu_engine(1, 200).start(make_executor=launching)
-    run_program(wanted, 1, has_guilty=False)
+def test_fault_of_a_request_fails_that_request_alone() -> None:
+    expected = gpu_engine(1, 200).start(make_executor=launching)
+    run_program(expected, 1, has_guilty=False)
     engine = gpu_engine(3).start(Counter(), "sampling", launching)
     run_program(engine, 1, has_guilty=True)
-    assert_same(engine, wanted, {"r2", "r6"})
+    assert_same(engine, expected, {"r2", "r6"})

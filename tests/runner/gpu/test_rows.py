@@ -1,4 +1,4 @@
-"""A plan's changes of the rows, at once and late, by torch's operations and by kernels."""
+"""A plan's changes of the rows, immediate and late, by torch's operations and by kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,23 +19,23 @@ from quire.runner.torch_ops import TorchOps
 from tests.support.runner.late_device import LateDevice
 
 
-def rows_of(device: Any, how: str) -> DeviceRows:
-    """Five rows of 16 tokens, in blocks of 4."""
+def rows_of(device: Any, backend: str) -> DeviceRows:
+    """Return five rows of 16 tokens, in blocks of 4."""
     state = empty_rows(device.device, 5, 16, 1, 4)
     ops: StepOps = TorchOps(device, state)
-    if how == "kernels":
+    if backend == "kernels":
         if not INTERPRETED:
             pytest.skip("the stand-in's memory is the CPU's")
         ops = KernelOps(device, state, 97)
     return DeviceRows(device, state, ops)
 
 
-@pytest.mark.parametrize("how", ["torch", "kernels"])
+@pytest.mark.parametrize("backend", ["torch", "kernels"])
 @pytest.mark.parametrize("make", [HostDevice, LateDevice])
-def test_a_plan_changes_the_rows_in_its_order(how: str, make: Callable[..., Any]) -> None:
-    """A row starts, is forked twice, a fork is forked; then tokens and tables are written."""
+def test_plan_changes_rows_in_order(backend: str, make: Callable[..., Any]) -> None:
+    """A row starts and is forked twice, and a fork is forked. Then tokens and tables change."""
     device = make(torch.device("cpu"))
-    rows = rows_of(device, how)
+    rows = rows_of(device, backend)
     params = SamplingParams(temperature=0.0)
     start = RowStart(2, np.arange(7, dtype=np.int32), 3, 7, params, seed=9)
     column = np.array([1], np.int32)

@@ -28,13 +28,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
 
 def requests() -> list[Request]:
-    """The last two begin with the whole blocks of the first, so each computes one prompt token."""
+    """The last two prompts begin with the first one's blocks, so each computes one prompt token."""
     prompts = [[7 * j % 97 for j in range(n)] for n in (12, 5, 13, 13)]
     return [Request(f"r{i}", prompt, GREEDY, seed=i) for i, prompt in enumerate(prompts)]
 
 
 class Launched:
-    """Kernels by the size of their recorded step; None: launched directly."""
+    """Note kernels by the size of their recorded step; None means launched directly."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: set[tuple[Size | None, str]] = set()
@@ -65,13 +65,13 @@ class Launched:
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compilation", ["full", pytest.param("piecewise", marks=pytest.mark.slow)])
-def test_decoding_steps_rotate_within_attention(
+def test_plain_decoding_graphs_rotate_within_attention(
     compilation: str,
     architecture: str,
     devices: list[LateDevice],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole graphs of plain decoding steps and no others, with the tokens of torch's operations."""
+    """Only whole graphs of plain decoding steps do so. The tokens equal torch's."""
     monkeypatch.setenv(ROTATE_WITHIN, "1")
     launched = Launched(monkeypatch)
     built = build("triton", architecture, compilation=compilation, **LIMITS)
@@ -90,7 +90,7 @@ def test_decoding_steps_rotate_within_attention(
 
 
 def one_token_plans(num: int) -> list[Plan]:
-    """Plans of the first steps in which each row has one token."""
+    """Return the plans of the first steps in which each row has one token."""
     built = build("triton", enforce_eager=True, **LIMITS)
     scheduler = make_scheduler(built, resolve_model(model_of(), None))
     for request in requests():
@@ -105,17 +105,19 @@ def one_token_plans(num: int) -> list[Plan]:
     return plans
 
 
-def test_a_row_that_starts_takes_another_graph(
+def test_steps_with_started_or_forked_rows_take_another_graph(
     devices: list[LateDevice],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another row of its first step may write a block that it reads; so may a fork's parent."""
+    """A starting row may read a block that another row of the step writes; so may a fork."""
     plans = one_token_plans(6)
     starting = [plan for plan in plans if plan.started]
     decoding = [plan for plan in plans if not plan.started]
     assert starting and decoding, "a prompt with a prefix hit computes one token"
-    asked: list[int] = []
-    monkeypatch.setattr(Graphs, "find", lambda own, rows, tokens, *more: asked.append(tokens))
+    requested_tokens: list[int] = []
+    monkeypatch.setattr(
+        Graphs, "find", lambda own, rows, tokens, *more: requested_tokens.append(tokens)
+    )
     for is_on in (True, False):
         monkeypatch.setenv(ROTATE_WITHIN, str(int(is_on)))
         runner = build("triton", compilation="full", **LIMITS).runner
@@ -123,17 +125,17 @@ def test_a_row_that_starts_takes_another_graph(
         for plan in (starting[0], decoding[0], fork):
             runner.find_recorded(plan, Needs())
     num = len(starting[0].rows)
-    assert asked == [num, 0, len(fork.rows), 0, 0, 0]
+    assert requested_tokens == [num, 0, len(fork.rows), 0, 0, 0]
 
 
 def replace_forks(plan: Plan) -> Plan:
-    """The plan, whose first row is forked before its step."""
+    """Return the plan with its first row forked before the step."""
     from quire.base.plan import RowFork
 
     return plan.replace(forked=(RowFork(int(plan.rows[0]), 2, 1),))
 
 
-def test_the_shape_of_other_steps_is_not_separate() -> None:
+def test_only_plain_decoding_shapes_are_separate() -> None:
     from quire.runner.gpu.sizes import largest_shape
 
     found = {

@@ -8,7 +8,7 @@ from quire.runner.step_ops import RowUpdates
 from tests.support.runner.late_device import LateDevice
 
 
-def test_a_slot_waits_until_it_was_read() -> None:
+def test_slot_is_reused_only_after_it_was_read() -> None:
     device = LateDevice(torch.device("cpu"))
     ring = SlotRing(device, 4, num_slots=2)
     seen: list[int] = []
@@ -20,7 +20,7 @@ def test_a_slot_waits_until_it_was_read() -> None:
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_runs_that_overlap_are_not_written_at_once() -> None:
+def test_overlapping_runs_are_written_in_separate_chunks() -> None:
     ring = SlotRing(LateDevice(torch.device("cpu")), 4)
     texts = [np.arange(n, dtype=np.int32) for n in (5, 2, 3)]
     updates = RowUpdates(runs=[(1, 0, texts[0]), (1, 3, texts[1]), (2, 3, texts[2])])

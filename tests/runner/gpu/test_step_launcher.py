@@ -67,12 +67,12 @@ def one() -> list[Request]:
 
 
 def short() -> list[Request]:
-    """The same with few steps."""
+    """The same request with few steps."""
     return requests(2)[:1]
 
 
 class TestEngine:
-    """The same tokens as by torch, and the calls that they take."""
+    """The launcher gives torch's tokens, with a known number of driver calls."""
 
     def test_tokens_are_the_same(self, devices: list[LaunchedDevice]) -> None:
         built = build("triton", native_launch=True, compilation="full")
@@ -80,17 +80,17 @@ class TestEngine:
         with on_the_host():
             assert found == drive(build("torch"), make=first_four)
 
-    def test_steps_with_adapters_are_launched_too(
+    def test_steps_with_adapters_are_launched_natively(
         self, devices: list[LaunchedDevice], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """While neither slots nor rows change, the graph needs nothing from the host."""
+        """While neither slots nor rows change, the graph needs no data from the host."""
         path = write_adapter(tmp_path / "adapter", adaptable_shapes(Path(model_of())), 3)
         adapter_id, num_launched = adapter_digest(path), [0]
         launch = StepLauncher.launch
 
-        def counted(*its: Any) -> Any:
+        def counted(*args: Any) -> Any:
             num_launched[0] += 1
-            return launch(*its)
+            return launch(*args)
 
         def make() -> list[Request]:
             first, second = requests(8)[:2]
@@ -109,16 +109,16 @@ class TestEngine:
             assert found == drive(build_with("torch"), make=make)
             assert found != drive(build("torch"), make=lambda: requests(8)[:2])
 
-    def test_a_step_takes_three_calls(
+    def test_step_takes_three_driver_calls(
         self, devices: list[LaunchedDevice], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Many steps, with each slot and each place in the mail used again."""
+        """There are many steps, so that each slot and each entry of the mail is reused."""
         launches = Counter[str]()
         launch = StepLauncher.launch
 
-        def counted(*its: Any) -> Any:
+        def counted(*args: Any) -> Any:
             before = fake.counts()
-            arrival = launch(*its)
+            arrival = launch(*args)
             made = Counter(fake.counts()) - Counter(before)
             launches["steps"] += 1
             made.pop("cuCtxSetCurrent", None)  # once for each thread
@@ -128,22 +128,22 @@ class TestEngine:
         monkeypatch.setattr(StepLauncher, "launch", counted)
         built = build("triton", native_launch=True, compilation="full")
         found = [drive(built, devices[-1], make=one) for _ in range(2)]
-        assert launches["steps"] > 2 * 8, "slots are used again"
+        assert launches["steps"] > 2 * 8, "slots are reused"
         assert fake.counts().get("cuCtxSetCurrent", 0) <= 1 and "cuEventQuery" not in fake.counts()
         with on_the_host():
             assert found == 2 * [drive(build("torch"), make=one)]
 
-    def test_steps_with_more_than_tokens_are_launched_as_before(
+    def test_steps_with_logprobs_are_launched_by_torch(
         self, devices: list[LaunchedDevice], fake: FakeDriver
     ) -> None:
-        """Log-probabilities are outputs of a graph, which are copied. Other steps come between."""
+        """Log-probabilities are copied from a graph's outputs. Native launches come between."""
         longer = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
         params = [longer, KINDS["logprobs"][0]]
         found = run("triton", params, 2, native_launch=True, compilation="full")
         assert found == 2 * run_on_the_host(params, rounds=1)
         assert fake.counts()["cuGraphLaunch"] > 0
 
-    def test_a_missing_driver_costs_nothing_but_time(
+    def test_missing_driver_disables_native_launches(
         self, devices: list[LaunchedDevice], caplog: pytest.LogCaptureFixture,
         monkeypatch: pytest.MonkeyPatch, fake: FakeDriver,
     ) -> None:  # fmt: skip
@@ -155,22 +155,22 @@ class TestEngine:
         with on_the_host():
             assert found == drive(build("torch"), make=short)
 
-    def test_a_lost_device_ends_the_engine(
+    def test_step_of_a_refused_graph_can_be_repeated(
         self, devices: list[LaunchedDevice], fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A graph that the driver refuses fails its step; the rows are as before it."""
+        """A graph that the driver refuses fails its step and leaves the rows unchanged."""
         built = build("triton", native_launch=True, compilation="full")
         refused: list[str] = []
         launch = StepLauncher.launch
 
-        def first_refused(*its: Any) -> Any:
+        def first_refused(*args: Any) -> Any:
             if not refused:
                 fake.fail("cuGraphLaunch", 700)
                 with pytest.raises(RuntimeError) as error:
-                    launch(*its)
+                    launch(*args)
                 fake.fail("cuGraphLaunch", 0)
                 refused.append(str(error.value))
-            return launch(*its)  # the same step once more
+            return launch(*args)  # the same step again
 
         monkeypatch.setattr(StepLauncher, "launch", first_refused)
         found = drive(built, devices[-1], make=one)
@@ -180,7 +180,7 @@ class TestEngine:
 
 
 class TestCudaDevice:
-    """The calls that torch makes for it."""
+    """The calls that torch makes for the launcher."""
 
     @pytest.fixture
     def cuda(self, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
@@ -188,7 +188,7 @@ class TestCudaDevice:
         made.install(monkeypatch)
         return made
 
-    def test_a_thread_is_claimed_once(self, cuda: FakeCuda) -> None:
+    def test_thread_is_claimed_once_for_each_device(self, cuda: FakeCuda) -> None:
         device = CudaDevice(torch.device("cuda"))
         device.claim_thread()
         assert cuda.log == [("stream 1", "waits for", "default")]
@@ -204,7 +204,7 @@ class TestCudaDevice:
             ("stream 1", "waits for", "stream 3"),
         ]
 
-    def test_steps_begin_after_the_step_before(
+    def test_step_times_begin_after_the_previous_step(
         self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         times = iter([10.0, 12.0, 13.0])
@@ -230,15 +230,15 @@ class TestCudaDevice:
             with on_the_host():
                 assert found == drive(build("torch"), make=one)
         assert fake.counts()["cuGraphLaunch"] > 8
-        kept = [entry for entry in cuda.log if entry[1] == "keeps"]
-        assert len(kept) < 15, "tokens of launched steps are not copied"
+        kept_entries = [entry for entry in cuda.log if entry[1] == "keeps"]
+        assert len(kept_entries) < 15, "tokens of launched steps are not copied"
 
 
 MAX_ROWS = 200  # two flags
 
 
 class Small:
-    """A launcher without a model: graphs write nothing unless a test does."""
+    """A launcher without a model: only tests write to the mail, not graphs."""
 
     def __init__(self, fake: FakeDriver) -> None:
         self.device = LaunchedDevice(CPU, fake)
@@ -263,7 +263,7 @@ class Small:
         return self.launcher.launch(self.slot, chunk or Chunk(), lists, self.device.graphs[0])
 
     def write(self, ticket: int, *tokens: int, mail_slot: int = 0, flags: int = 2) -> None:
-        """What the kernel does."""
+        """Write tokens and flags, as the kernel does."""
         words = self.launcher.mail.words_QW[mail_slot]
         words[: len(tokens)] = torch.tensor(tokens)
         words[MAX_ROWS : MAX_ROWS + flags] = ticket
@@ -271,16 +271,16 @@ class Small:
 
 @pytest.fixture
 def small(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Small:
-    held: list[LaunchedDevice] = []
+    devices_made: list[LaunchedDevice] = []
 
-    def prepare(*its: Any) -> Any:
-        return held[-1].executed.prepare(*its)
+    def prepare(*args: Any) -> Any:
+        return devices_made[-1].executed.prepare(*args)
 
     init = LaunchedDevice.__init__
 
-    def noted(self: LaunchedDevice, *its: Any) -> None:
-        init(self, *its)
-        held.append(self)
+    def noted(self: LaunchedDevice, *args: Any) -> None:
+        init(self, *args)
+        devices_made.append(self)
 
     monkeypatch.setattr(LaunchedDevice, "__init__", noted)
     monkeypatch.setattr(step_launcher, "prepare_kernel", prepare)
@@ -288,8 +288,8 @@ def small(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Small:
 
 
 class TestPlan:
-    def test_the_slot_holds_the_plan(self, small: Small) -> None:
-        """As Python writes it; and the kernel gets the numbers."""
+    def test_slot_holds_the_plan(self, small: Small) -> None:
+        """The slot has the layout that Python writes, and the kernel receives the counts."""
         tokens = np.array([5, 6, 7], np.int32)
         chunk = Chunk(np.array([[0, 1, 2, 9], [-1, 2, 0, 3]], np.int32))
         chunk.add(1, 4, tokens)
@@ -307,16 +307,16 @@ class TestPlan:
         assert small.state.tables_GRL[0, 1, 2] == 9
         assert small.state.tokens_RM[1, 4:7].tolist() == [5, 6, 7]
 
-    def test_of_several_deltas_to_one_place_the_last_one_is_written(self, small: Small) -> None:
+    def test_last_of_several_deltas_to_one_entry_is_written(self, small: Small) -> None:
         generator = np.random.default_rng(0)
         for num in (0, 1, 2, 7, 300, 3000):
             deltas = generator.integers(-1, 12, (num, 4), np.int32)
             small.launch(1, chunk=Chunk(deltas))
             found = small.slot.array[small.ring.layout.deltas_at :][: 4 * num].reshape(num, 4)
-            wanted = merged(deltas)
-            assert sorted(map(tuple, found[: len(wanted)])) == sorted(map(tuple, wanted))
+            expected = merged(deltas)
+            assert sorted(map(tuple, found[: len(expected)])) == sorted(map(tuple, expected))
 
-    def test_a_plan_that_does_not_fit_is_refused(self, small: Small, fake: FakeDriver) -> None:
+    def test_plan_that_exceeds_its_slot_is_refused(self, small: Small, fake: FakeDriver) -> None:
         with pytest.raises(RuntimeError, match="does not fit its slot"):
             small.launch(1, mail_slot=8)
         with pytest.raises(RuntimeError, match="does not fit its slot"):
@@ -327,11 +327,11 @@ class TestPlan:
             small.launch(1, chunk=Chunk(np.zeros((1, 3), np.int32)))
         assert "cuLaunchKernel" not in fake.counts()
 
-    def test_tickets_never_repeat_within_the_mail(self, small: Small) -> None:
+    def test_tickets_are_unique(self, small: Small) -> None:
         found = [small.launch(1, mail_slot=i % 8)._where for i in range(20)]
         assert [ticket for _, ticket, _ in found] == list(range(1, 21))
 
-    def test_no_core_no_launcher(
+    def test_missing_core_disables_the_launcher(
         self, small: Small, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr(step_launcher, "core", lambda: None)
@@ -340,7 +340,7 @@ class TestPlan:
 
 
 class TestMail:
-    def test_all_flags_of_the_rows_count(self, small: Small) -> None:
+    def test_step_is_done_when_all_flags_are_written(self, small: Small) -> None:
         one, two = small.launch(128), small.launch(129, mail_slot=1)
         assert not one.is_done() and not two.is_done()
         small.write(1, 7, 8, flags=1)
@@ -350,14 +350,14 @@ class TestMail:
         assert two.wait()[0][0] == 9 and one.wait()[0][:2].tolist() == [7, 8]
         assert len(two.wait()[0]) == 129 and one.duration_s() > 0
 
-    def test_what_was_read_outlasts_the_place(self, small: Small) -> None:
+    def test_read_tokens_survive_reuse_of_their_mail_slot(self, small: Small) -> None:
         arrival = small.launch(1)
         small.write(1, 5)
         assert arrival.is_done()
         small.write(9, 6)
         assert arrival.is_done() and arrival.wait()[0].tolist() == [5]
 
-    def test_two_threads_wait_for_one_step(self, small: Small) -> None:
+    def test_two_threads_may_wait_for_one_step(self, small: Small) -> None:
         arrival, found = small.launch(1), list[Any]()
         threads = [
             threading.Thread(target=lambda: found.append(arrival.wait()[0].tolist()))
@@ -365,13 +365,13 @@ class TestMail:
         ]
         for thread in threads:
             thread.start()
-        assert not arrival.is_done()  # at once, although a thread waits
+        assert not arrival.is_done()  # returns immediately, although a thread waits
         small.write(1, 4)
         for thread in threads:
             thread.join()
         assert found == [[4], [4]]
 
-    def test_a_step_without_samples_ends_too(self, small: Small) -> None:
+    def test_step_without_samples_ends(self, small: Small) -> None:
         arrival = small.launch(0)
         assert not arrival.is_done()
         small.write(1)
@@ -380,7 +380,7 @@ class TestMail:
 
 class TestErrors:
     @pytest.mark.parametrize("call", ["cuLaunchKernel", "cuGraphLaunch"])
-    def test_a_refused_call_raises(self, small: Small, fake: FakeDriver, call: str) -> None:
+    def test_refused_driver_call_raises(self, small: Small, fake: FakeDriver, call: str) -> None:
         fake.fail(call, 1)
         with pytest.raises(RuntimeError, match=rf"{call}: unknown error \(1\)"):
             small.launch()
@@ -390,12 +390,14 @@ class TestErrors:
         small.write(2, 1, 2, 3)
         assert arrival.wait()[0].tolist() == [1, 2, 3]
 
-    def test_a_launched_step_without_an_event_is_lost(self, small: Small, fake: FakeDriver) -> None:
+    def test_launched_step_without_an_event_ends_the_engine(
+        self, small: Small, fake: FakeDriver
+    ) -> None:
         fake.fail("cuEventRecord")
         with pytest.raises(EngineError, match="cannot be waited for: cuEventRecord: CUDA_ERROR"):
             small.launch()
 
-    def test_a_thread_without_the_context_is_refused(self, small: Small, fake: FakeDriver) -> None:
+    def test_launch_without_a_context_is_refused(self, small: Small, fake: FakeDriver) -> None:
         fake.fail("cuCtxSetCurrent", 3)
         raised: list[BaseException] = []
 
@@ -409,7 +411,7 @@ class TestErrors:
         thread.join()
         assert raised and "cuLaunchKernel" not in fake.counts()
 
-    def test_waiting_reports_the_drivers_error(self, small: Small, fake: FakeDriver) -> None:
+    def test_wait_raises_the_error_of_the_driver(self, small: Small, fake: FakeDriver) -> None:
         arrival = small.launch()
         fake.set_events(700)
         for _ in range(2):
@@ -417,28 +419,26 @@ class TestErrors:
                 arrival.wait()
         assert not arrival.is_done()
 
-    def test_work_that_ends_without_tokens_is_an_error(
-        self, small: Small, fake: FakeDriver
-    ) -> None:
+    def test_work_that_ends_without_tokens_raises(self, small: Small, fake: FakeDriver) -> None:
         arrival = small.launch()
         fake.set_events(0)
         with pytest.raises(RuntimeError, match="a step ended without its tokens"):
             arrival.wait()
 
-    def test_a_wait_has_an_end(self, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wait_has_a_timeout(self, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(step_launcher, "TIMEOUT_S", 0.06)
         with pytest.raises(RuntimeError, match="a step has not ended within 0.06"):
             small.launch().wait()
 
     @pytest.mark.parametrize("name", ["cuGraphLaunch", "cuEventDestroy_v2"])
-    def test_a_driver_that_lacks_a_function_is_refused(
+    def test_driver_without_a_needed_function_disables_the_launcher(
         self, small: Small, name: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         small.device.driver = compiled(name)
         assert make_launcher(small.device, small.state, small.inbox, small.ring) is None
         assert f"has no {name}" in caplog.text
 
-    def test_no_context_and_no_event(
+    def test_missing_context_or_event_disables_the_launcher(
         self, small: Small, fake: FakeDriver, caplog: pytest.LogCaptureFixture
     ) -> None:
         fake.set_context(0)
@@ -458,9 +458,9 @@ class TestErrors:
 
 
 class TestPreparing:
-    """Triton's compiled kernel, as the driver launches it."""
+    """Preparing Triton's compiled kernel for launches by the driver."""
 
-    def test_constants_are_no_arguments(self) -> None:
+    def test_constants_are_not_passed_as_arguments(self) -> None:
         kernel = row_deltas._receive_kernel
         values: list[Any] = [torch.zeros(1)] * 7 + list(range(10))
         signature = dict.fromkeys(kernel.arg_names, "i32")
@@ -472,7 +472,7 @@ class TestPreparing:
             arguments_of(signature | {"num_runs": "constexpr"}, tuple(values))
 
     @pytest.mark.parametrize("fault", ["global_scratch_size", "profile_scratch_size"])
-    def test_scratch_memory_is_refused(self, fault: str) -> None:
+    def test_kernel_with_scratch_memory_is_refused(self, fault: str) -> None:
         facts = SimpleNamespace(
             name="k", global_scratch_size=0, profile_scratch_size=0, num_ctas=1,
             launch_cooperative_grid=False, num_warps=4, warp_size=32, shared=16,
@@ -482,7 +482,7 @@ class TestPreparing:
             metadata=facts, function=5, src=SimpleNamespace(signature=signature),
             _init_handles=lambda: None,
         )  # fmt: skip
-        kernel = SimpleNamespace(warmup=lambda *its, grid, **constants: compiled)
+        kernel = SimpleNamespace(warmup=lambda *args, grid, **constants: compiled)
         found = step_launcher.prepare_kernel(kernel, (8, 1, 2, 3), {})
         assert (found.function, found.num_threads, found.shared_bytes) == (5, 128, 16)
         assert found.arguments == {"slot_ptr": 8, "num_words": 1, "num_deltas": 2, "num_runs": 3}

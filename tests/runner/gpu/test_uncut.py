@@ -1,4 +1,4 @@
-"""Recorded steps with many rows of like lengths: attention cuts none, so no launch merges parts."""
+"""Recorded steps with many rows of similar length: attention splits no row, so none is merged."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ LIMITS = {"max_model_len": 90, "max_num_batched_tokens": 210, "kv_cache_memory_b
 
 
 def requests() -> list[Request]:
-    """Three of one length, the last of which goes on for longest."""
+    """Three requests have one prompt length; the last one generates more tokens than the others."""
     greedy = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (8, 8, 12)]
     prompts = [[(11 * i + 3 * j) % 97 for j in range(70)] for i in range(3)]
     pairs = enumerate(zip(prompts, greedy, strict=True))
@@ -30,12 +30,12 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("compilation", ["full", pytest.param("piecewise", marks=pytest.mark.slow)])
-def test_rows_that_are_not_cut_are_not_merged(
+def test_steps_with_unsplit_rows_launch_no_merge(
     compilation: str,
     devices: list[LateDevice],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three rows are as many as there are items. When one row is left, it is cut."""
+    """Three rows fill the machine unsplit. The last remaining row is split."""
     kinds, launched = set[tuple[Size, Needs]](), set[tuple[bool, bool]]()
     attend, record = attention.attention, Graphs._record
 

@@ -1,4 +1,4 @@
-"""Which steps are launched kernel by kernel: none, once kinds are recorded at their first step."""
+"""No step is launched kernel by kernel if kinds are recorded at their first step."""
 
 from collections import Counter
 from pathlib import Path
@@ -16,7 +16,7 @@ from quire.runner import memory_plan
 from quire.runner.drafting.draft_steps import VerifyStep
 from quire.runner.gpu import graphs, sizes
 from quire.runner.steps import PlainStep
-from tests.runner.gpu.test_kernel_ops import devices, one_layer, told  # noqa: F401 (a fixture)
+from tests.runner.gpu.test_kernel_ops import devices, one_layer, summary_of  # noqa: F401 (a fixture)
 from tests.support.cases import slow_but
 from tests.support.runner.late_device import on_the_host
 
@@ -38,8 +38,8 @@ PARAMS = [
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many steps were launched kernel by kernel, how many replayed with drafts and without. A
-    kind is recorded at its first step."""
+    """Count the steps launched kernel by kernel, and those replayed with drafts and without. A kind
+    is recorded at its first step."""
     counted: Counter[str] = Counter()
 
     def count(kind: type, name_of: Any) -> None:
@@ -71,7 +71,7 @@ def answers(params: list[SamplingParams], **settings: Any) -> list[Any]:
         disable_log_stats=True, kv_cache_memory_bytes=1 << 20,
         **{"attention_backend": "triton"} | settings,
     ) as llm:  # fmt: skip
-        return [told(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+        return [summary_of(output) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 CASES: dict[str, tuple[list[SamplingParams], dict[str, Any]]] = {
@@ -85,10 +85,10 @@ CASES: dict[str, tuple[list[SamplingParams], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("compilation", ["full", pytest.param("piecewise", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", slow_but(CASES, "masks and drafts"))
-def test_nothing_is_launched_kernel_by_kernel(
+def test_every_kind_of_step_is_replayed(
     case: str, compilation: str, launched: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps with draft tokens, masks and short prompts; the tokens are those without graphs."""
+    """Steps have draft tokens, masks and short prompts. The tokens equal those without graphs."""
     params, settings = CASES[case]
     found = answers(params, compilation=compilation, **settings)
     assert launched["alone"] == 0
@@ -100,8 +100,8 @@ def test_nothing_is_launched_kernel_by_kernel(
 
 
 def variant(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """What Triton compiles for a launch: constants, types, and whether numbers are 1 or multiples
-    of 16."""
+    """Return the key of Triton's compilation: constants, types, and which numbers are 1 or
+    multiples of 16."""
     fixed = function.kwargs.get("do_not_specialize") or ()
     anywhere = function.kwargs.get("do_not_specialize_on_alignment") or ()
     found: list[Any] = [function.fn.__module__, function.__name__]
@@ -118,11 +118,11 @@ def variant(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tupl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["none", "ngram"])
-def test_nothing_is_compiled_after_the_warm_up(
+def test_warm_up_compiles_every_kernel(
     drafts: str, launched: Counter[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Steps of prompts, of drafts by host and device, of masks and of forks replay what was
-    recorded before; what is still launched, or recorded later, is of kernels launched before."""
+    """Steps with prompts, drafts by host and device, masks and forks replay recorded graphs. Later
+    launches and recordings use kernels that were launched before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     has_drafts = drafts != "none"
     monkeypatch.setattr(graphs, "FIRST_TIMES", 2)

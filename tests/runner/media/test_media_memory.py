@@ -1,4 +1,4 @@
-"""Memory for media: the plan has room for the slots and for encoding, and `quire fit` says so."""
+"""Memory for media: the plan has room for the slots and for encoding; `quire fit` reports both."""
 
 import dataclasses
 from typing import Any
@@ -34,9 +34,7 @@ def config_of(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 4), ("float64", 8)])
-def test_the_workspace_holds_the_slots_and_the_larger_of_a_step_and_encoding(
-    dtype: str, size: int
-) -> None:
+def test_workspace_holds_slots_and_the_larger_of_step_and_encoding(dtype: str, size: int) -> None:
     spec = load_spec(checkpoint("llama"))
     with vision_models():
         encoder = preview_runner(config_of(), source()).encoder
@@ -51,7 +49,7 @@ def test_the_workspace_holds_the_slots_and_the_larger_of_a_step_and_encoding(
 
 
 @pytest.mark.parametrize(
-    ("settings", "most", "wanted"),
+    ("settings", "max_tokens", "expected"),
     [
         ({}, None, LENGTH),
         ({"max_model_len": "auto"}, None, 128),
@@ -60,13 +58,16 @@ def test_the_workspace_holds_the_slots_and_the_larger_of_a_step_and_encoding(
         ({}, 500, LENGTH),
     ],
 )
-def test_the_largest_item_fits_a_prompt_and_the_cache(
-    settings: dict[str, Any], most: int | None, wanted: int
+def test_largest_item_fits_prompt_and_cache(
+    settings: dict[str, Any], max_tokens: int | None, expected: int
 ) -> None:
-    assert largest_item(config_of(**settings), EncoderSize(WIDTH, PER_TOKEN, most), 128) == wanted
+    assert (
+        largest_item(config_of(**settings), EncoderSize(WIDTH, PER_TOKEN, max_tokens), 128)
+        == expected
+    )
 
 
-def test_the_pool_gets_what_the_slots_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_gets_the_memory_beyond_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "available_cpu_bytes", lambda: FREE)
     settings = {"kv_cache_memory_bytes": None, "max_num_seqs": 40, "encoder_cache_tokens": 20_000}
     engine = Engine(**settings)
@@ -82,7 +83,7 @@ def test_the_pool_gets_what_the_slots_leave(monkeypatch: pytest.MonkeyPatch) -> 
         Engine(**settings | {"encoder_cache_tokens": 30_000})
 
 
-def test_fit_says_what_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_reports_the_memory_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "available_cpu_bytes", lambda: FREE)
     with vision_models():
         config = config_of()
@@ -100,8 +101,7 @@ def test_fit_says_what_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None
     assert not text.encoder_cache_bytes and not [each for each in _lines(text) if "enco" in each]
 
 
-def test_a_model_with_a_tower_starts_with_torch() -> None:
-    """Its start is not kept for one without torch."""
+def test_model_with_a_tower_has_no_start_without_torch() -> None:
     engine = Engine(dtype="float32", attention_backend="auto")
     assert not can_save_start(engine.built.spec)
     assert can_save_start(load_spec(checkpoint("llama")))

@@ -1,7 +1,7 @@
-"""Media of models that several ranks compute: the answers of one process.
+"""Media of models that several ranks compute: one process gives equal answers.
 
-Stages: the first one encodes and places; the others only need the positions. Ranks that share
-layers: each encodes. Plans cross as they do between processes.
+The first stage encodes and inserts the features; the other stages only need the positions. Ranks
+that share layers all encode. Plans are serialised as between processes.
 """
 
 from dataclasses import replace
@@ -36,8 +36,8 @@ from tests.support.runner.media_engine import (
 )
 
 
-class Answer:
-    """A result that is made when it is asked for."""
+class LazyResult:
+    """A result that is computed when it is requested."""
 
     def __init__(self, make: Any) -> None:
         self.end = make
@@ -52,12 +52,12 @@ class StagedEngine(Engine):
         return self.executor.stages[-1]
 
     def launch(self, plan: Plan) -> Any:
-        self.executor.submit(crossed(plan))
-        return Answer(self.executor.next_result)
+        self.executor.submit(as_received(plan))
+        return LazyResult(self.executor.next_result)
 
 
-def crossed(plan: Plan) -> Plan:
-    """The plan as a rank gets it."""
+def as_received(plan: Plan) -> Plan:
+    """Return the plan as a rank receives it."""
     (body,) = (
         rank_codec()
         .frames()
@@ -69,7 +69,7 @@ def crossed(plan: Plan) -> Plan:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_two_stages(depth: int) -> None:
+def test_two_stages_give_the_answers_of_one_process(depth: int) -> None:
     engine = StagedEngine(pipeline_parallel_size=2, pipeline_depth=depth)
     for name in ITEMS:
         engine.add(name)
@@ -78,13 +78,13 @@ def test_two_stages(depth: int) -> None:
     assert first.spec.encoder is not None and last.spec.encoder is None
 
 
-def test_two_ranks_that_share_layers() -> None:
-    alone, plans, wanted = Engine(), list[Plan](), list[list[list[int]]]()
+def test_two_tensor_parallel_ranks_give_the_tokens_of_one() -> None:
+    alone, plans, expected = Engine(), list[Plan](), list[list[list[int]]]()
 
     def noting(plan: Plan) -> Any:
         launched = alone.runner.launch(plan)
-        plans.append(crossed(plan))
-        wanted.append(launched.end().token_ids.tolist())
+        plans.append(as_received(plan))
+        expected.append(launched.end().token_ids.tolist())
         return launched
 
     alone.launch = noting  # type: ignore[method-assign]
@@ -99,14 +99,14 @@ def test_two_ranks_that_share_layers() -> None:
         return [built.run(plan).token_ids.tolist() for plan in plans]
 
     with vision_models():
-        assert run_ranks(2, work) == [wanted, wanted]
+        assert run_ranks(2, work) == [expected, expected]
 
 
 @pytest.mark.parametrize(
     ("num_features", "stages"), [(0, [0]), (1, [0]), (3, [0, 1]), (9, [0, 1, 2])]
 )
-def test_stages_encode_whose_layers_read_outputs(num_features: int, stages: list[int]) -> None:
-    """Of six layers each of three stages has two."""
+def test_stages_whose_layers_read_features_encode(num_features: int, stages: list[int]) -> None:
+    """Each of three stages has two of the six layers."""
     spec = replace(load_spec(checkpoint("llama")), num_layers=6)
     factory = ParamFactory(torch.float32, torch.device("meta"))
     model = VisionLlama(spec, factory)
@@ -117,8 +117,8 @@ def test_stages_encode_whose_layers_read_outputs(num_features: int, stages: list
     assert found[0] == model.vision.size
 
 
-def test_models_without_a_tower_encode_nothing() -> None:
+def test_models_without_a_tower_have_no_encoder() -> None:
     spec = load_spec(checkpoint("llama"))
     text = make_model(spec, torch.float32, torch.device("meta"))
-    for model in (text, torch.nn.Identity()):  # which another package may bring
+    for model in (text, torch.nn.Identity()):  # a model of another package
         assert encoder_size(model, spec, RankPlace()) is None

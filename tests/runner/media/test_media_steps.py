@@ -1,7 +1,7 @@
-"""Rows with media: the runner gives the model the numbers that the whole sequence has by itself.
+"""Rows with media: a model's inputs are the same in a batch and for the whole sequence alone.
 
 Every answer's log-probabilities are compared with one pass over prompt and answer, in which the
-tower's outputs stand in the place of the embeddings.
+tower's outputs replace the embeddings.
 """
 
 from functools import cache, partial
@@ -31,7 +31,7 @@ def text_model() -> Any:
 
 
 def check(engine: Engine, found: Found, num_axes: int = 3, is_greedy: bool = True) -> None:
-    """The answers are those of one pass over prompt and answer, and their numbers too."""
+    """Assert that tokens and log-probabilities equal those of one pass over prompt and answer."""
     for (name, _), pairs in found.items():
         prompt, tokens = engine.prompt_of(name), [token for token, _ in pairs]
         sequence = [*prompt, *tokens[:-1]]
@@ -48,19 +48,21 @@ def check(engine: Engine, found: Found, num_axes: int = 3, is_greedy: bool = Tru
         assert len(tokens) == NUM_TOKENS
         for row, (token, bits) in zip(logprobs_TV, pairs, strict=True):
             assert int(row.argmax()) == token or not is_greedy
-            wanted = [row[token], *np.sort(row.numpy())[::-1][:3]]
-            np.testing.assert_allclose(np.frombuffer(bits, np.float32), wanted, rtol=1e-5)
+            expected = [row[token], *np.sort(row.numpy())[::-1][:3]]
+            np.testing.assert_allclose(np.frombuffer(bits, np.float32), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_axes", [1, 3])
-def test_chunks_cut_items_and_text_stays_as_it_is(num_axes: int) -> None:
+def test_chunks_may_split_items(num_axes: int) -> None:
     engine = Engine(num_axes)
     for name in ITEMS:
         engine.add(name)
     found = engine.drive()
     check(engine, found, num_axes)
     assert {name for name, _ in found} == set(ITEMS)
-    assert engine.plans.num_cut >= 2 and engine.model.vision.num_encoded == 3, "two share a picture"
+    assert engine.plans.num_cut >= 2 and engine.model.vision.num_encoded == 3, (
+        "two requests share an image"
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -73,14 +75,14 @@ def test_samples_inherit_the_items_of_their_prompt(depth: int) -> None:
     check(engine, found, is_greedy=False)
 
 
-def test_rows_are_used_again_with_other_items() -> None:
+def test_reused_rows_have_other_items() -> None:
     engine = Engine(max_num_seqs=1)
     for name in ("two", "text", "one", "text", "same"):
         engine.add(name)
         check(engine, engine.drive())
 
 
-def test_preempted_rows_compute_items_and_answers_again() -> None:
+def test_preempted_rows_recompute_items_and_answers() -> None:
     engine = Engine(kv_cache_memory_bytes=24 * 2 * 2 * 2 * 4 * 8 * 8, max_num_batched_tokens=40)
     for name in ITEMS:
         engine.add(name)
@@ -93,11 +95,11 @@ def test_preempted_rows_compute_items_and_answers_again() -> None:
 
     engine.launch = noting  # type: ignore[method-assign]
     check(engine, engine.drive())
-    assert max(starts) > 29, "an answer was computed again"
+    assert max(starts) > 29, "an answer was recomputed"
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_steps_with_drafts(on_device: bool) -> None:
+def test_drafts_do_not_change_answers_with_media(on_device: bool) -> None:
     plain = Engine()
     for name in ITEMS:
         plain.add(name)
@@ -120,12 +122,12 @@ def test_steps_with_drafts(on_device: bool) -> None:
     found = engine.drive(before=draft)
     check(engine, found)
     assert {name: [t for t, _ in pairs] for (name, _), pairs in found.items()} == answers
-    is_guessed = [len(ids) > 10 or len(positions[0]) > 4 for ids, positions in engine.model.calls]
-    assert any(is_guessed)
+    has_drafts = [len(ids) > 10 or len(positions[0]) > 4 for ids, positions in engine.model.calls]
+    assert any(has_drafts)
 
 
-class Parts:
-    """Carries plans out by an engine's runner, those that fail in parts."""
+class BisectingExecutor:
+    """Executes plans by an engine's runner, and bisects plans that fail."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.num_failed = engine, 0
@@ -141,7 +143,7 @@ class Parts:
     def next_result(self) -> StepResult:
         return self._result
 
-    def launch(self, plan: Plan) -> "Parts":
+    def launch(self, plan: Plan) -> "BisectingExecutor":
         self.submit(plan)
         executor: Any = self
         if self._result.error is not None:
@@ -152,9 +154,9 @@ class Parts:
         return self._result
 
 
-def test_an_item_that_cannot_be_encoded_costs_its_readers_alone() -> None:
+def test_item_that_fails_to_encode_fails_only_its_requests() -> None:
     engine = Engine(broken=SECOND.num_tokens, max_num_batched_tokens=40)
-    engine.launch = Parts(engine).launch  # type: ignore[method-assign]
+    engine.launch = BisectingExecutor(engine).launch  # type: ignore[method-assign]
     for name in ITEMS:
         engine.add(name)
     found = engine.drive()
@@ -164,15 +166,15 @@ def test_an_item_that_cannot_be_encoded_costs_its_readers_alone() -> None:
     assert {name for name, _ in found} == set(ITEMS) - {"two"}
 
 
-def test_steps_that_failed_after_encoding_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_fail_after_encoding_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
-    parts, hidden, tried = Parts(engine), engine.runner.hidden, set[int]()
+    parts, hidden, failed_items = BisectingExecutor(engine), engine.runner.hidden, set[int]()
     engine.launch = parts.launch  # type: ignore[method-assign]
 
     def fails_once(inputs: Any, shape: Any, backend: Any, parts: Any) -> torch.Tensor:
         [media] = parts
-        if media.items and id(media.items[0]) not in tried:
-            tried.add(id(media.items[0]))
+        if media.items and id(media.items[0]) not in failed_items:
+            failed_items.add(id(media.items[0]))
             raise RuntimeError("a fault by chance")
         return hidden(inputs, shape, backend, parts)
 
@@ -180,7 +182,7 @@ def test_steps_that_failed_after_encoding_are_run_again(monkeypatch: pytest.Monk
     for name in ITEMS:
         engine.add(name)
     check(engine, engine.drive())
-    assert not engine.errors and parts.num_failed == len(tried) > 1
+    assert not engine.errors and parts.num_failed == len(failed_items) > 1
     assert engine.model.vision.num_encoded > 3, "items were encoded again"
 
 
@@ -195,7 +197,7 @@ def test_bits_do_not_depend_on_the_batch() -> None:
         assert alone.drive() == {(name, 0): found[name, 0]}
 
 
-def test_prompt_scores_are_of_the_tokens_in_the_prompt() -> None:
+def test_prompt_logprobs_score_the_tokens_of_the_prompt() -> None:
     engine = Engine()
     engine.add("one", prompt_logprobs=0)
     engine.add("two", prompt_logprobs=0)

@@ -27,42 +27,42 @@ def start(row: int, *items: MediaItem) -> RowStart:
 
 
 def plan(rows: dict[int, tuple[int, int]], **changes: object) -> Plan:
-    """rows: the first token and the number of tokens of each."""
+    """rows: the first token and the number of tokens of each row."""
     first, num = (ints(*(pair[i] for pair in rows.values())) for i in (0, 1))
     return Plan(0, rows=ints(*rows), num_tokens=num, computed_bound=first, **changes)  # type: ignore[arg-type]
 
 
-def test_any_part_of_a_row_has_the_positions_of_the_whole() -> None:
+def test_each_part_of_a_row_has_the_positions_of_the_prompt() -> None:
     items = item(3, (1, 4, 6)), item(9, (1, 2, 2)), item(15, (1, 8, 2))
-    wanted, delta = mrope_positions(40, [(each.start, each.grid) for each in items], 2)  # type: ignore[misc]
+    expected, delta = mrope_positions(40, [(each.start, each.grid) for each in items], 2)  # type: ignore[misc]
     offsets = PositionRule(2).offsets(items)
     for first in range(40):
         for last in range(first, 40):
             found = offsets.part(first, last) + np.arange(first, last)
-            np.testing.assert_array_equal(found, wanted[:, first:last])
+            np.testing.assert_array_equal(found, expected[:, first:last])
     assert offsets.delta == delta
     assert offsets.part(100, 102).tolist() == [[delta] * 2] * 3, "an answer"
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_frames_of_a_video_follow_its_time_in_one_family(family: str) -> None:
+def test_video_frames_follow_time_in_qwen2_5_only(family: str) -> None:
     video = item(2, (3, 2, 2), seconds=1.5)
     raw = QWEN25 | {"model_type": family}
     interval = frame_interval(2, 1.5) if family == "qwen2_5_vl" else 1.0
-    wanted, _ = mrope_positions(8, [(2, (3, 2, 2))], 2, [interval])
+    expected, _ = mrope_positions(8, [(2, (3, 2, 2))], 2, [interval])
     found = PositionRule.from_config(raw).offsets([video])
-    np.testing.assert_array_equal(found.part(0, 8) + np.arange(8), wanted)
+    np.testing.assert_array_equal(found.part(0, 8) + np.arange(8), expected)
 
 
-def test_text_after_a_long_video_counts_on_without_a_jump_at_the_end_of_the_prompt() -> None:
-    """An answer is computed again as part of the next prompt, and must have the same positions."""
+def test_positions_after_a_long_video_continue_into_the_answer() -> None:
+    """The next prompt contains the answer, which must keep its positions."""
     found = PositionRule(2, 4.0).offsets([item(2, (3, 2, 2), seconds=9.0)])
     positions = found.part(0, 90) + np.arange(90)
     assert positions[0, 2:5].tolist() == [2, 38, 74], "beyond the text after it"
     assert positions[:, 5:].tolist() == [list(range(3, 88))] * 3
 
 
-def test_rows_are_started_forked_and_released() -> None:
+def test_offsets_follow_started_forked_and_released_rows() -> None:
     rows = RowOffsets(PositionRule.from_config({}))
     first = plan({0: (0, 6), 1: (0, 2)}, started=(start(0, item(1, (1, 4, 2))), start(1)))
     for _ in range(2):  # a step may be repeated

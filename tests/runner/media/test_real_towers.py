@@ -18,7 +18,7 @@ from tests.support.models.multimodal import Prompt, prompt_of, reference_logits,
 from tests.support.runner.media_engine import NUM_TOKENS, Engine, Found
 
 NUMBERS = ([0, 1], [2], [1, 0, 2])  # the images of the prompts
-CACHE = 24  # tokens: not all images have room at a time
+CACHE = 24  # tokens: too few for all images at a time
 SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 16, "max_model_len": 96, "encoder_cache_tokens": CACHE,
 }  # fmt: skip
@@ -26,13 +26,13 @@ SETTINGS: dict[str, Any] = {
 
 @cache
 def folder_of(family: str) -> tuple[TemporaryDirectory[str], Any]:
-    """A checkpoint, and transformers' model of it."""
+    """Return a checkpoint, and transformers' model of it."""
     folder = TemporaryDirectory()
     return folder, write_multimodal(Path(folder.name), family)
 
 
 def items_of(prompt: Prompt) -> list[MediaItem]:
-    """The images of a prompt as a renderer makes them."""
+    """Return the images of a prompt as a renderer makes them."""
     return [
         MediaItem(
             start=start,
@@ -57,7 +57,7 @@ def items_of(prompt: Prompt) -> list[MediaItem]:
         ("llava", 2),
     ],
 )
-def test_answers_are_those_of_transformers(family: str, num_stages: int) -> None:
+def test_answers_equal_those_of_transformers(family: str, num_stages: int) -> None:
     folder, reference = folder_of(family)
     prompts = {str(numbers): prompt_of(family, numbers) for numbers in NUMBERS}
     items = {name: items_of(prompt) for name, prompt in prompts.items()}
@@ -75,13 +75,13 @@ def test_answers_are_those_of_transformers(family: str, num_stages: int) -> None
         logprobs = reference_logits(reference, family, whole).log_softmax(1)[-NUM_TOKENS:]
         assert logprobs.argmax(1).tolist() == tokens
         for row, (token, bits) in zip(logprobs.numpy(), pairs, strict=True):
-            wanted = [row[token], *np.sort(row)[::-1][:3]]
-            np.testing.assert_allclose(np.frombuffer(bits, np.float32), wanted, rtol=1e-5)
-    assert engine.items, "the scheduler has planned what is encoded"
+            expected = [row[token], *np.sort(row)[::-1][:3]]
+            np.testing.assert_allclose(np.frombuffer(bits, np.float32), expected, rtol=1e-5)
+    assert engine.items, "the scheduler has planned the encoding"
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_the_core_gives_the_same_bits_alone_and_in_a_batch() -> None:
+def test_core_gives_the_same_bits_alone_and_in_a_batch() -> None:
     folder, _ = folder_of("qwen3_vl")
     prompts = {str(numbers): prompt_of("qwen3_vl", numbers) for numbers in NUMBERS}
     items = {name: items_of(prompt) for name, prompt in prompts.items()}

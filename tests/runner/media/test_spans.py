@@ -15,7 +15,7 @@ ITEMS = (
     MediaItem(5, 2, b"b" * 32, is_whole=True),
     MediaItem(9, 4, b"c" * 32),
 )
-NONE, A, B = 0, 5, 7  # no end, and those of the first two
+NONE, A, B = 0, 5, 7  # no end, and the ends of the first two items
 
 
 def start(row: int, media: tuple[MediaItem, ...] = ITEMS) -> RowStart:
@@ -29,7 +29,7 @@ def plan(rows: list[tuple[int, int, int]], **changes: object) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "wanted"),
+    ("first", "last", "expected"),
     [
         (0, 8, [NONE, NONE, A, A, A, B, B, NONE]),
         (3, 7, [A, A, B, B]),
@@ -37,18 +37,18 @@ def plan(rows: list[tuple[int, int, int]], **changes: object) -> Plan:
         (7, 8, [NONE]),
     ],
 )
-def test_each_token_has_the_end_of_its_item(first: int, last: int, wanted: list[int]) -> None:
+def test_each_token_of_a_whole_item_has_its_end(first: int, last: int, expected: list[int]) -> None:
     found = key_ends(ITEMS[:2], first, last)
     assert found.dtype == np.int32 and found.flags.c_contiguous
-    assert found.tolist() == wanted
+    assert found.tolist() == expected
 
 
-def test_a_step_cannot_end_inside_a_whole_item() -> None:
+def test_step_must_not_end_inside_a_whole_item() -> None:
     with pytest.raises(AssertionError, match="the rest of a whole item"):
         key_ends(ITEMS[:2], 0, 4)
 
 
-def test_ends_follow_the_rows_of_the_step() -> None:
+def test_ends_follow_the_order_of_rows_in_the_step() -> None:
     rows = RowSpans()
     rows.follow(plan([], started=(start(3), start(4, ()))))
     found = rows.of_step(plan([(4, 8, 1), (3, 4, 4)]))
@@ -63,7 +63,7 @@ def test_items_that_are_not_whole_have_no_ends() -> None:
     assert rows.of_step(plan([(3, 0, 16)])) is None
 
 
-def test_a_fork_has_the_items_of_its_parent_until_it_is_released() -> None:
+def test_fork_inherits_items_until_it_is_released() -> None:
     rows = RowSpans()
     rows.follow(plan([], started=(start(1),)))
     rows.follow(plan([], forked=(RowFork(1, 2, 1),), released=np.array([], np.int32)))
@@ -72,7 +72,7 @@ def test_a_fork_has_the_items_of_its_parent_until_it_is_released() -> None:
     assert rows.of_step(plan([(2, 0, 16)])) is None
 
 
-def test_a_step_tells_attention_where_keys_end() -> None:
+def test_attention_receives_the_ends_of_keys() -> None:
     media = Media()
     step = media.prepare(plan([(1, 0, 16)], started=(start(1),)))
     made = step.attention(make_step([RowPart(0, 16, ([0, 1, 2, 3],))], 4))

@@ -29,7 +29,7 @@ def items_of(prompt: Prompt) -> list[MediaItem]:
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_answers_are_those_of_transformers(backend: str, tmp_path: Path) -> None:
+def test_answers_equal_those_of_transformers(backend: str, tmp_path: Path) -> None:
     reference = write_multimodal(tmp_path, "gemma3", ties=True)
     prompts = {
         name: prompt_of("gemma3", numbers)

@@ -1,5 +1,5 @@
-"""Starts without torch: the same tokens and blocks, to the bit, as starts with it. Torch is
-imported on the first call that needs it. Covers the whole folder, with `runner/warm/save_start.py`,
+"""Starts without torch give bit-identical tokens and blocks to starts with it. Torch is imported
+on the first call that needs it. Covers the whole folder, with `runner/warm/save_start.py`,
 `runner/warm/start_file.py` and `runner/warm/array_ops.py`."""
 
 import random
@@ -43,7 +43,7 @@ if core() is None:
 
 MAX_LEN = 64
 SIMPLE: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": 4, "max_num_seqs": 8}
-# Short of memory, and chunks of prompts: rows are preempted, begin again and share blocks.
+# Little memory and chunked prompts: rows are preempted, resume and share blocks.
 SHORT = SIMPLE | {"num_blocks": 18, "max_num_batched_tokens": 11}
 STEADY = ["llama", "gpt_oss", "gemma3"]
 OTHERS = ["gpt2", "qwen3_moe", "qwen2", "qwen3_moe_window", "phi3", "glm4", "gpt_neox", "opt"]
@@ -51,7 +51,7 @@ OTHERS += ["olmo2", "smollm3_windows", "cohere2", "mixtral", "qwen2_moe", "grani
 
 
 class Run:
-    """A core, and what its requests have got."""
+    """A core, with the tokens and updates of its requests."""
 
     def __init__(self, folder: Path, cache: Path, **settings: Any) -> None:
         self.config = config_of(folder, cache, **settings)
@@ -63,8 +63,8 @@ class Run:
     def add(self, name: str, prompt: list[int], **params: Any) -> None:
         given = {"max_tokens": 9, "ignore_eos": True} | params
         stops = tuple(range(3, 90)) if "min_tokens" in params else ()
-        asked = SamplingParams(**given)
-        self.built.core.add(Request(name, prompt, asked, seed=5, stop_token_ids=stops))
+        sampling = SamplingParams(**given)
+        self.built.core.add(Request(name, prompt, sampling, seed=5, stop_token_ids=stops))
 
     def step(self) -> None:
         for update in read(self._reader, self.built.core.step()):
@@ -72,8 +72,8 @@ class Run:
             self.updates.append(update)
         self.built.core.scheduler.check_invariants()
 
-    def loaded(self) -> None:
-        """Wait until what a request is held back for has come."""
+    def wait_loaded(self) -> None:
+        """Wait until the load that a parked request needs has ended."""
         loading = attached(self.built.core, Loading)
         if loading is not None and loading._thread is not None:
             loading._thread.join()
@@ -84,7 +84,7 @@ class Run:
         return self
 
     def blocks(self) -> list[bytes]:
-        """All bytes of keys and values."""
+        """Return all bytes of keys and values."""
         model = self.built.core.executor._built  # type: ignore[attr-defined]
         if isinstance(model, WarmModel):
             return [each.tobytes() for each in model.runner.backend.data]
@@ -93,13 +93,13 @@ class Run:
 
     @property
     def warm(self) -> WarmModel | None:
-        """The model of a saved start."""
+        """The model of a saved start, or None."""
         found = self.plain
         return found if found is not None and found.runner.mapped else None
 
     @property
     def plain(self) -> WarmModel | None:
-        """A model that runs plain plans without torch."""
+        """The model that runs plain plans without torch, or None."""
         model = self.built.core.executor._built  # type: ignore[attr-defined]
         return model if isinstance(model, WarmModel) else None
 
@@ -130,7 +130,7 @@ def block_bytes(config: EngineConfig) -> int:
 
 
 def programs(run: Run, vocab: int, seed: int) -> Run:
-    """Requests of all plain kinds, which come while others run."""
+    """Run requests of all plain kinds, which arrive while others run."""
     numbers = random.Random(seed)
     shared = random_tokens(17, seed=seed)[0]
     for i in range(9):
@@ -148,8 +148,8 @@ def programs(run: Run, vocab: int, seed: int) -> Run:
     return run.finish()
 
 
-def assert_alike(folder: Path, cache: Path, vocab: int = 97, **settings: Any) -> None:
-    """Run with torch only, by a first start, and without torch, and compare."""
+def assert_same_results(folder: Path, cache: Path, vocab: int = 97, **settings: Any) -> None:
+    """Compare a run with torch only, a first start, and a start without torch."""
     cold = programs(Run(folder, Path("off"), **settings), vocab, 3)
     first = programs(Run(folder, cache, **settings), vocab, 3)
     warm = programs(Run(folder, cache, **settings), vocab, 3)
@@ -165,9 +165,9 @@ def each_variant() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", each_variant())
-def test_tokens_and_blocks_are_those_of_a_start_with_torch(name: str, tmp_path: Path) -> None:
+def test_start_without_torch_gives_the_same_tokens_and_blocks(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", name)
-    assert_alike(tmp_path / "model", tmp_path / "cache", **SHORT)
+    assert_same_results(tmp_path / "model", tmp_path / "cache", **SHORT)
 
 
 @pytest.mark.parametrize(
@@ -180,21 +180,21 @@ def test_tokens_and_blocks_are_those_of_a_start_with_torch(name: str, tmp_path: 
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
-def test_formats(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_formats_give_the_same_tokens_and_blocks(settings: dict[str, Any], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", "qwen3")
-    assert_alike(tmp_path / "model", tmp_path / "cache", **SHORT, **settings)
+    assert_same_results(tmp_path / "model", tmp_path / "cache", **SHORT, **settings)
 
 
-def test_gguf(tmp_path: Path) -> None:
+def test_gguf_file_gives_the_same_tokens_and_blocks(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "model", "llama")
     path = convert(checkpoint.directory, tmp_path / "model.gguf", Q8_0)
     settings = {key: value for key, value in SHORT.items() if key != "num_blocks"}
-    assert_alike(path, tmp_path / "cache", **settings, kv_cache_memory_bytes=1 << 16)
+    assert_same_results(path, tmp_path / "cache", **settings, kv_cache_memory_bytes=1 << 16)
 
 
-# ---- what brings torch ---------------------------------------------------------------------------
+# ---- requests that need torch --------------------------------------------------------------------
 
-NUDGED: dict[str, dict[str, Any]] = {
+NEED_TORCH: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "prompt_logprobs": {"prompt_logprobs": 2},
     "penalties": {"presence_penalty": 0.7, "repetition_penalty": 1.3},
@@ -209,16 +209,16 @@ NUDGED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A checkpoint, and a cache with its start."""
+    """Yield a checkpoint, and a cache with its start."""
     place = tmp_path_factory.mktemp("warm")
     write_checkpoint(place / "model", "qwen3")
     Run(place / "model", place / "cache")
     yield place / "model", place / "cache"
 
 
-@pytest.mark.parametrize("name", slow_but(NUDGED, *tuple(NUDGED)[::2]))
-def test_rows_go_on_when_torch_comes(name: str, model: tuple[Path, Path]) -> None:
-    """Rows of all plain kinds, among them forks, are under way when a request needs more."""
+@pytest.mark.parametrize("name", slow_but(NEED_TORCH, *tuple(NEED_TORCH)[::2]))
+def test_running_rows_continue_when_torch_is_loaded(name: str, model: tuple[Path, Path]) -> None:
+    """Rows of all plain kinds, including forks, run when a request needs torch."""
     folder, cache = model
 
     def run(cache: Path) -> Run:
@@ -230,8 +230,8 @@ def test_rows_go_on_when_torch_comes(name: str, model: tuple[Path, Path]) -> Non
         for _ in range(4):
             made.step()
         assert made.warm is None or not made.warm.has_torch
-        made.add("more", fourth, **({"temperature": 1.0, "seed": 4} | NUDGED[name]))
-        made.loaded()
+        made.add("more", fourth, **({"temperature": 1.0, "seed": 4} | NEED_TORCH[name]))
+        made.wait_loaded()
         made.step()
         made.add("behind", first, temperature=0.7)
         return made.finish()
@@ -244,17 +244,17 @@ def test_rows_go_on_when_torch_comes(name: str, model: tuple[Path, Path]) -> Non
 
 
 def mixed(folder: Path, cache: Path, seed: int) -> Run:
-    """Requests of all kinds, plain and not, which come and end while others run."""
+    """Run requests of all kinds, plain or not, which arrive and end while others run."""
     run, numbers = Run(folder, cache, **SHORT), random.Random(seed)
     shared = random_tokens(17, seed=seed)[0]
     for i in range(16):
-        more = {} if numbers.random() < 0.6 else NUDGED[numbers.choice(list(NUDGED))]
+        more = {} if numbers.random() < 0.6 else NEED_TORCH[numbers.choice(list(NEED_TORCH))]
         prompt = shared[: numbers.randrange(1, 17)] + [numbers.randrange(3, 97)]
         plain = {"temperature": numbers.choice([0.0, 1.2]), "n": numbers.choice([1, 1, 3])}
         if "use_beam_search" not in more and plain["temperature"] == 0.0:
             plain["n"] = 1
         run.add(f"r{i}", prompt, **(plain | {"seed": i, "max_tokens": 5 + i % 9} | more))
-        run.loaded()
+        run.wait_loaded()
         if not numbers.randrange(3):
             run.finish()
         for _ in range(numbers.randrange(4)):
@@ -267,11 +267,11 @@ def mixed(folder: Path, cache: Path, seed: int) -> Run:
 @pytest.mark.parametrize(
     "seed", [1, 2, *(pytest.param(each, marks=pytest.mark.slow) for each in range(3, 20))]
 )
-def test_plain_plans_need_no_torch_between_others(
+def test_plain_plans_run_without_torch_between_other_plans(
     seed: int, model: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both runners carry out plans, in turn and over the same rows, with the tokens of one. Even
-    seeds have a first start, the others a later one."""
+    """Both runners alternate over the same rows and give the tokens of one. Even seeds have a first
+    start, odd ones a later start."""
     folder, cache = model[0], model[1] if seed % 2 else tmp_path
     launched, launch, whole_launch = list[str](), WarmRunner.launch, ModelRunner.launch
     cold = mixed(folder, Path("off"), seed)
@@ -293,7 +293,7 @@ def test_plain_plans_need_no_torch_between_others(
 def test_plain_rows_never_wait_for_torch(
     model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The load takes as long as the plain request; no step waits for it, and each phase is told."""
+    """Torch loads while the plain request runs. No step waits for it; each phase is reported."""
     is_loading, may_end = threading.Event(), threading.Event()
     build, phases = WarmModel._build, list[float]()
 
@@ -320,7 +320,7 @@ def test_plain_rows_never_wait_for_torch(
     assert phases == [LOAD_S, 0.0]
 
 
-def test_a_load_that_fails_fails_those_who_wait_for_it_and_is_tried_again(
+def test_failed_load_fails_the_waiting_requests_and_is_retried(
     model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: WarmModel) -> Any:
@@ -340,7 +340,7 @@ def test_a_load_that_fails_fails_those_who_wait_for_it_and_is_tried_again(
     assert len(run.tokens["again", 0]) == 9
 
 
-def test_who_ends_while_it_is_held_back_is_forgotten(
+def test_request_aborted_during_the_load_is_dropped(
     model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end, build = threading.Event(), WarmModel._build
@@ -352,11 +352,11 @@ def test_who_ends_while_it_is_held_back_is_forgotten(
     assert loading is not None and loading.pending.num_open == 1 and not loading._waiting
     may_end.set()
     run.finish()
-    run.loaded()
+    run.wait_loaded()
     assert loading.answers(0.0) == []
 
 
-def test_a_plan_that_no_request_announced_loads_within_its_step(model: tuple[Path, Path]) -> None:
+def test_unannounced_plan_loads_torch_within_its_step(model: tuple[Path, Path]) -> None:
     run = Run(*model)
     assert run.warm is not None
     phases = list[float]()
@@ -369,8 +369,7 @@ def test_a_plan_that_no_request_announced_loads_within_its_step(model: tuple[Pat
     assert run.warm.has_torch and phases == [LOAD_S, 0.0]
 
 
-def test_heads_that_the_core_has_not(tmp_path: Path) -> None:
-    """Logits with a soft cap: such a model starts with torch each time."""
+def test_model_with_capped_logits_always_starts_with_torch(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", "gemma2")
     for _ in range(2):
         run = Run(tmp_path / "model", tmp_path / "cache")
@@ -379,8 +378,8 @@ def test_heads_that_the_core_has_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_grammar_brings_torch(first_answer: str) -> None:
-    """Through `LLM`, since a grammar needs a tokenizer; what was under way ends as it would."""
+def test_grammar_loads_torch(first_answer: str) -> None:
+    """The test uses `LLM`, since a grammar needs a tokenizer. Running rows keep their tokens."""
     code = """
 import sys
 from quire import LLM, SamplingParams, StructuredOutputsParams
@@ -416,26 +415,26 @@ print("torch" in sys.modules)
 
 @pytest.fixture(scope="module")
 def first_answer() -> str:
-    """What the first process prints, which leaves a start without torch to those after it. It may
-    have imported torch before."""
+    """Return the output of the first process, which saves a start without torch for later ones. It
+    may have imported torch before."""
     done = run_forked([sys.executable, "-c", ANSWER], timeout_s=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_second_answer_needs_no_torch(first_answer: str) -> None:
+def test_second_process_answers_without_torch(first_answer: str) -> None:
     first, second = first_answer, run_python(ANSWER)
     assert second.endswith("False\n")
     assert first.splitlines()[:-1] == second.splitlines()[:-1]
 
 
-# ---- when a step fails ---------------------------------------------------------------------------
+# ---- failing steps -------------------------------------------------------------------------------
 
 
-def test_a_step_that_is_repeated_forks_once(
+def test_repeated_step_forks_once(
     model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first try fails when all is done but the counters."""
+    """The first attempt fails after everything but the counters has changed."""
     folder, cache = model
     launch, finish, failed = WarmRunner.launch, WarmRunner.finish, set[int]()
     step_ids = list[int]()
@@ -453,17 +452,16 @@ def test_a_step_that_is_repeated_forks_once(
             raise RuntimeError("made to fail")
         return found
 
-    wanted = programs(Run(folder, cache, **SHORT), 97, 4).tokens
+    expected = programs(Run(folder, cache, **SHORT), 97, 4).tokens
     monkeypatch.setattr(WarmRunner, "launch", launching)
     monkeypatch.setattr(WarmRunner, "finish", troubled)
-    assert programs(Run(folder, cache, **SHORT), 97, 4).tokens == wanted
+    assert programs(Run(folder, cache, **SHORT), 97, 4).tokens == expected
     assert len(failed) > 5
 
 
-def test_logits_that_are_not_finite(
+def test_nonfinite_logits_fail_their_row_alone(
     model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their row fails, with a reason; the others go on."""
     folder, cache = model
     logits = WarmRunner.logits
 
@@ -484,14 +482,16 @@ def test_logits_that_are_not_finite(
     assert len(run.tokens["second", 0]) == 9
 
 
-# ---- what is kept, and for whom ------------------------------------------------------------------
+# ---- saved starts --------------------------------------------------------------------------------
 
 
 def warm_of(folder: Path, cache: Path, **settings: Any) -> WarmModel | None:
     return start_warm(config_of(folder, cache, **settings), resolve_model(str(folder)))
 
 
-def test_whose_start_it_is(model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_is_not_used_with_other_settings_or_sources(
+    model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, cache = model
     assert warm_of(folder, cache) is not None
     for settings in (
@@ -510,7 +510,7 @@ def test_whose_start_it_is(model: tuple[Path, Path], monkeypatch: pytest.MonkeyP
     assert warm_of(folder, cache) is None
 
 
-def test_a_changed_checkpoint_starts_anew(tmp_path: Path) -> None:
+def test_changed_checkpoint_invalidates_the_start(tmp_path: Path) -> None:
     folder, cache = tmp_path / "model", tmp_path / "cache"
     write_checkpoint(folder, "llama")
     Run(folder, cache)
@@ -519,37 +519,37 @@ def test_a_changed_checkpoint_starts_anew(tmp_path: Path) -> None:
     assert warm_of(folder, cache) is None
 
 
-@pytest.mark.parametrize("what", ["start", "weights", "no weights", "nothing"])
-def test_damage_is_no_start(
-    what: str, model: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("damaged", ["start", "weights", "no weights", "nothing"])
+def test_damaged_start_is_not_used(
+    damaged: str, model: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, cache = model[0], tmp_path / "cache"
     Run(folder, cache)
     (start,), (weights,) = cache.glob(f"*{STARTS}"), cache.glob(f"*{WEIGHTS}")
-    if what == "start":
+    if damaged == "start":
         raw = bytearray(start.read_bytes())
         raw[100] ^= 255
         start.write_bytes(raw)
-    elif what == "weights":
+    elif damaged == "weights":
         weights.write_bytes(weights.read_bytes()[:-1])
-    elif what == "no weights":
+    elif damaged == "no weights":
         weights.unlink()
-    assert (warm_of(folder, cache) is None) == (what != "nothing")
-    assert ("is not used" in caplog.text) == (what in ("start", "weights"))
+    assert (warm_of(folder, cache) is None) == (damaged != "nothing")
+    assert ("is not used" in caplog.text) == (damaged in ("start", "weights"))
     again = Run(folder, cache).finish()
-    assert (again.warm is None) == (what != "nothing")
+    assert (again.warm is None) == (damaged != "nothing")
     assert warm_of(folder, cache) is not None  # it was written again
 
 
-def test_random_weights_are_not_kept(model: tuple[Path, Path], tmp_path: Path) -> None:
+def test_start_of_random_weights_is_not_saved(model: tuple[Path, Path], tmp_path: Path) -> None:
     config = config_of(model[0], tmp_path, load_format="dummy")
     assert path_for(config, resolve_model(str(model[0]))) is None
     assert weight_cache("off") is None
     assert path_for(config_of(model[0], Path("off")), resolve_model(str(model[0]))) is None
 
 
-def test_memory_is_taken_over(model: tuple[Path, Path]) -> None:
-    """The whole runner's blocks and rows are where they were."""
+def test_loading_torch_reuses_blocks_and_rows(model: tuple[Path, Path]) -> None:
+    """The full runner uses the same memory for blocks and rows."""
     run = Run(*model)
     assert run.warm is not None
     run.add("plain", [3, 4, 5, 6, 7], temperature=0.0, max_tokens=20)
@@ -565,7 +565,7 @@ def test_memory_is_taken_over(model: tuple[Path, Path]) -> None:
     assert whole.runner.rows.forks is run.warm.runner.rows.forks  # a repeated step forks once
 
 
-def test_a_result_says_how_long_it_took(model: tuple[Path, Path]) -> None:
+def test_result_reports_its_duration(model: tuple[Path, Path]) -> None:
     warm = warm_of(*model)
     assert warm is not None
     found: StepResult = warm.run(Plan(step_id=3))
@@ -573,8 +573,8 @@ def test_a_result_says_how_long_it_took(model: tuple[Path, Path]) -> None:
     assert found.error is None
 
 
-def test_it_sleeps_with_and_without_torch(model: tuple[Path, Path]) -> None:
-    """The weights stay mapped from their file; torch's own are loaded again."""
+def test_core_sleeps_and_wakes_with_and_without_torch(model: tuple[Path, Path]) -> None:
+    """Without torch, the weights stay mapped from their file. Torch's weights load again."""
     run = Run(*model)
     assert run.warm is not None
     sleeping, prompt = run.built.sleeping, random_tokens(20, seed=2)[0]
@@ -594,7 +594,7 @@ def test_it_sleeps_with_and_without_torch(model: tuple[Path, Path]) -> None:
         run.add(f"after {index}", prompt)
         if index == 1:
             run.add("torch", prompt, logprobs=1)
-            run.loaded()
+            run.wait_loaded()
         run.finish()
         assert run.tokens[f"after {index}", 0] == run.tokens["before", 0]
     assert run.tokens["torch", 0] == run.tokens["before", 0]

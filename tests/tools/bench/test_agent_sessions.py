@@ -32,7 +32,7 @@ def names(sessions: list[Session]) -> set[int]:
 
 
 def numbers(sessions: list[Session]) -> tuple[float, float, float, float]:
-    """Turns per session, input and output tokens per turn, share of the input seen before."""
+    """Return turns per session, input and output tokens per turn, and the repeated share."""
     num_turns = num_input = num_output = num_new = 0
     for session in sessions:
         context = 0
@@ -83,7 +83,7 @@ def write(folder: Path, *items: object) -> Path:
     return path
 
 
-def test_sessions_of_aiperf(tmp_path: Path) -> None:
+def test_aiperf_sessions_are_read(tmp_path: Path) -> None:
     turns = [{"text": "one"}, {"texts": ["two", "three"], "delay": 1500, "output_length": 7}]
     path = write(tmp_path, {"session_id": "a", "turns": turns}, {"turns": [{"text": "x"}]})
     first, second = read_sessions(path, 512, 20, None)
@@ -92,8 +92,8 @@ def test_sessions_of_aiperf(tmp_path: Path) -> None:
     assert read_sessions(path, 512, 20, 1) == [first]
 
 
-def test_sessions_of_mooncake(tmp_path: Path) -> None:
-    """A session's later lines follow the answer before them; other lines are sessions of one."""
+def test_mooncake_lines_become_sessions(tmp_path: Path) -> None:
+    """Later lines of a session follow the previous answer; other lines are sessions of one turn."""
     lines = [
         {"timestamp": 2000, "session_id": "s", "input_length": 3, "output_length": 1,
          "hash_ids": [5, 6]},
@@ -120,12 +120,12 @@ def test_sessions_of_mooncake(tmp_path: Path) -> None:
         ({"turns": [{"text": "a", "output_length": "9"}]}, "output_length must be a number from 1"),
     ],
 )
-def test_wrong_lines_of_aiperf(tmp_path: Path, item: object, words: str) -> None:
+def test_invalid_aiperf_lines_are_refused(tmp_path: Path, item: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_sessions(write(tmp_path, item), 512, 20, None)
 
 
-def test_a_trace_without_sessions_is_refused(tmp_path: Path) -> None:
+def test_trace_without_sessions_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,374,44\n")
     with pytest.raises(ConfigError, match="Azure's trace, which has no sessions"):

@@ -1,4 +1,4 @@
-"""`bench agents` against a server that a test scripts, and the tokens that count as reusable."""
+"""`bench agents` against a scripted server, and the number of reusable tokens."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from tests.support.serve.fake_openai import FakeOpenAI, running
 
 
 class FakeWithIds(FakeOpenAI):
-    """Reports token ids, and `cached` of the prompt's tokens as reused."""
+    """A server that reports token ids, and `cached` prompt tokens as reused."""
 
     cached = 0
 
@@ -41,7 +41,7 @@ def bench(fake: FakeOpenAI, line: str) -> int:
         return agents.run(parser.parse_args(f"--base-url {url} --disable-tqdm {line}".split()))
 
 
-def test_known_beginnings() -> None:
+def test_known_prefixes_are_found() -> None:
     known, long = Known(), list(range(200))
     assert known.num_common(long) == 0
     known.add(long[:150])
@@ -53,8 +53,10 @@ def test_known_beginnings() -> None:
     assert known.num_common([5]) == 0
 
 
-def test_a_trace_of_two_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second prompt repeats the first one and its answer; the last token was not computed."""
+def test_two_turns_report_reusable_and_reused_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second prompt repeats the first prompt and its answer, whose last token has no KV."""
     trace, out, fake = tmp_path / "trace", tmp_path / "out.json", FakeWithIds()
     turns = [{"text": "abc", "output_length": 3}, {"text": "de", "output_length": 2}]
     trace.write_text(json.dumps({"session_id": "1", "turns": turns}) + "\n", encoding="utf-8")
@@ -73,7 +75,8 @@ def test_a_trace_of_two_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_subagents_fork_and_return() -> None:
-    """A subagent's prompts begin with its parent's context; its answer goes into the next one."""
+    """A subagent's prompt begins with its parent's context, and the parent's next prompt includes
+    the subagent's answer."""
     fake = FakeWithIds()
     line = "--shape agentx --scale 0.001 --num-sessions 3 --num-alone 1 --speed inf --arrival-s 0"
     assert bench(fake, line) == 0
@@ -90,7 +93,7 @@ def test_subagents_fork_and_return() -> None:
         for num in {child.turns[-1].num_output for child in children}:
             answer = (*range(7000, 7000 + num),)
             results += any(other[len(whole) :][:num] == answer for other in later)
-    assert ends == len(sessions) + 1  # and the session that was played alone
+    assert ends == len(sessions) + 1  # plus the session that was played alone
     assert results >= 1
 
 
@@ -106,8 +109,8 @@ def result(start_s: float, latency_s: float) -> RequestResult:
     return RequestResult(start_s, 10, latency_s, ttft_s=latency_s / 2, output_len=1)
 
 
-def test_jobs_are_compared_with_themselves_alone() -> None:
-    """Pauses do not count, and subagents do."""
+def test_jobs_are_compared_with_the_same_jobs_alone() -> None:
+    """Times exclude pauses and include subagents."""
     crowd = Run([TurnResult(0, 0, result(0, 2.0), 0), TurnResult(0, 0, result(1, 4.0), 0)])
     alone = Run([TurnResult(0, 0, result(0, 1.0), 0), TurnResult(0, 0, result(1, 2.0), 0)])
     crowd.job_s, alone.job_s = {0: 60.0, 4: 3.0}, {0: 3.5}

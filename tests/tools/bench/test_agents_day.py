@@ -1,4 +1,4 @@
-"""A day of 20 agents on an engine that is short of memory, next to a quiet run.
+"""A day of 20 agents on an engine with little memory, compared with a quiet run.
 
 Covers `scheduler/reuse/stores.py` with `tools/bench/agents.py`: blocks move between the device,
 host memory and a directory, and subagents fork contexts, while no answer may change.
@@ -24,8 +24,8 @@ SETTINGS: dict[str, Any] = {"max_model_len": MAX_LEN, "max_num_seqs": 8, "disabl
 Answers = dict[tuple[int, ...], list[int]]
 
 
-class EngineAsker:
-    """Sends bodies to an engine instead of a server. answers: by prompt."""
+class EngineSender:
+    """Send bodies to an engine instead of a server. answers: tokens by prompt."""
 
     is_chat = False
 
@@ -44,7 +44,7 @@ class EngineAsker:
 
 
 class Vocabulary:
-    """Token ids of prompts need no texts."""
+    """A vocabulary without texts, since prompts are token ids."""
 
     vocab_size = 1500
 
@@ -61,7 +61,7 @@ def params(num: int) -> SamplingParams:
 
 
 def crowded(folder: Path, num: int) -> tuple[Run, Answers]:
-    """Play all agents at once, with a pool of two sessions and host memory of six."""
+    """Play all agents concurrently, with a pool of two sessions and host memory of six."""
     shape = dataclasses.replace(SHAPES["agentx"], num_turns=NUM_TURNS)
     sessions = draw_sessions(shape, num, MAX_LEN / 200_000, 0.0, seed=4)
     engine = AsyncLLM(
@@ -69,16 +69,16 @@ def crowded(folder: Path, num: int) -> tuple[Run, Answers]:
         kv_host_gb=6 * MAX_LEN * KV_BYTES / (1 << 30), kv_disk_gb=1, reuse_partial_blocks=True,
         **SETTINGS,
     )  # fmt: skip
-    asker = EngineAsker(engine)
-    player = Player(asker, sessions, contents_of(sessions, Vocabulary(), False), math.inf)  # type: ignore[arg-type]
+    sender = EngineSender(engine)
+    player = Player(sender, sessions, contents_of(sessions, Vocabulary(), False), math.inf)  # type: ignore[arg-type]
     try:
-        return asyncio.run(player.play()), asker.answers
+        return asyncio.run(player.play()), sender.answers
     finally:
         engine.shutdown()
 
 
 @pytest.mark.slow
-def test_every_answer_is_that_of_a_quiet_run(tmp_path: Path) -> None:
+def test_answers_equal_those_of_a_quiet_run(tmp_path: Path) -> None:
     run, answers = crowded(tmp_path, 20)
     assert len(answers) > 200
     with LLM("demo", enable_prefix_caching=False, **(SETTINGS | {"max_num_seqs": 1})) as llm:

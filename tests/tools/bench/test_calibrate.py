@@ -1,4 +1,4 @@
-"""`quire bench calibrate`: a real engine's steps, a fit of them, and a simulation by it."""
+"""`quire bench calibrate`: a real engine's steps, their fit, and a simulation with the fit."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def small_llm() -> Iterator[LLM]:
         yield llm
 
 
-def test_batches_of_all_sizes_that_fit() -> None:
+def test_drawn_batches_cover_sizes_and_lengths() -> None:
     rng = np.random.default_rng(0)
     batches = [draw_batch(rng, 8, 200, 97) for _ in range(60)]
     assert {len(each) for each in batches} >= {1, 2, 4, 8, 13}
@@ -27,7 +27,7 @@ def test_batches_of_all_sizes_that_fit() -> None:
     assert all(2 <= num <= MAX_OUTPUT and length + num <= 200 for length, num in lengths)
 
 
-def test_traffic_pauses_and_joins_what_runs(small_llm: LLM) -> None:
+def test_traffic_has_pauses_and_requests_that_join(small_llm: LLM) -> None:
     driver, listener = Driver(small_llm, 4), StepListener()
     small_llm.engine.client.core.subscribe(listener)
     for _ in range(3):
@@ -38,15 +38,15 @@ def test_traffic_pauses_and_joins_what_runs(small_llm: LLM) -> None:
     assert joins and cold
 
 
-def test_a_fit_of_this_machine_serves_a_simulation(
+def test_fit_of_this_machine_runs_a_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "fit.json"
     small = ["--max-num-seqs", "4", "--max-model-len", "128"]
     words = ["bench", "calibrate", "demo", "--seconds", "0.1", *small]
     assert main([*words, "--output-json", str(path)]) == 0
-    told = capsys.readouterr().out
-    assert "residuals of" in told and "host, between steps" in told
+    printed = capsys.readouterr().out
+    assert "residuals of" in printed and "host, between steps" in printed
     found = json.loads(path.read_text())
     assert sum(found["step"].values()) > 0 and found["residuals"]["num_steps"] >= 20
     assert found["cold"] >= 1 and found["step"]["rows that begin"] >= 0

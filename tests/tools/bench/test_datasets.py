@@ -1,4 +1,4 @@
-"""Requests of each data set: lengths, texts, seeds, and files that are broken."""
+"""Requests of each data set: lengths, texts, seeds, and invalid files."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def requests(line: str, seed: int = 1) -> list[BenchRequest]:
         "--dataset-name alpaca-like",
     ],
 )
-def test_the_seed_decides_everything(line: str) -> None:
+def test_seed_determines_the_requests(line: str) -> None:
     assert requests(line, 1) == requests(line, 1)
     assert requests(line, 1) != requests(line, 2)
     for request in requests(line):
@@ -49,7 +49,7 @@ def test_the_seed_decides_everything(line: str) -> None:
         assert all(0 <= token < 50 for token in request.prompt)
 
 
-def test_random_lengths() -> None:
+def test_random_lengths_and_prefixes_follow_the_options() -> None:
     assert {(r.prompt_len, r.output_len) for r in requests("")} == {(12, 6)}
     assert {r.output_len for r in requests("--output-len 9 --input-len 4")} == {9}
     varied = requests("--num-prompts 500 --random-range-ratio 0.5")
@@ -61,7 +61,7 @@ def test_random_lengths() -> None:
     assert len({tuple(r.prompt) for r in shared}) == 20
 
 
-def test_prefix_repetition() -> None:
+def test_prefix_repetition_shares_prefixes_evenly() -> None:
     line = "--dataset-name prefix_repetition --num-prompts 12 --prefix-repetition-num-prefixes 5"
     made = requests(line + " --prefix-repetition-prefix-len 9 --prefix-repetition-suffix-len 4")
     assert {(r.prompt_len, r.output_len) for r in made} == {(13, 128)}
@@ -74,17 +74,19 @@ def test_prefix_repetition() -> None:
     ("name", "prompt_mean", "output_mean"),
     [("sharegpt-like", 161.31, 337.99), ("alpaca-like", 19.31, 58.45)],
 )
-def test_paper_lengths(name: str, prompt_mean: float, output_mean: float) -> None:
+def test_synthetic_lengths_have_the_means_of_the_paper(
+    name: str, prompt_mean: float, output_mean: float
+) -> None:
     made = requests(f"--dataset-name {name} --num-prompts 8000")
     assert sum(r.prompt_len for r in made) / 8000 == pytest.approx(prompt_mean, rel=0.05)
     assert sum(r.output_len for r in made) / 8000 == pytest.approx(output_mean, rel=0.05)
 
 
-def turns(*said: str) -> dict[str, Any]:
-    """A conversation that a person begins."""
-    names = ("human", "gpt") * len(said)
-    pairs = zip(names, said, strict=False)
-    return {"conversations": [{"from": who, "value": text} for who, text in pairs]}
+def turns(*texts: str) -> dict[str, Any]:
+    """Return a conversation that a user begins."""
+    names = ("human", "gpt") * len(texts)
+    pairs = zip(names, texts, strict=False)
+    return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
 
 
 def sharegpt(tmp_path: Path, content: Any, line: str = "") -> list[BenchRequest]:
@@ -93,7 +95,7 @@ def sharegpt(tmp_path: Path, content: Any, line: str = "") -> list[BenchRequest]
     return requests(f"--dataset-name sharegpt --dataset-path {path} {line}")
 
 
-def test_sharegpt_takes_the_first_question_and_filters(tmp_path: Path) -> None:
+def test_sharegpt_uses_first_questions_and_filters_lengths(tmp_path: Path) -> None:
     system = {"conversations": [{"from": "system", "value": "be kind"}]}
     system["conversations"] += turns("what now", "nothing")["conversations"]
     content = [
@@ -109,11 +111,11 @@ def test_sharegpt_takes_the_first_question_and_filters(tmp_path: Path) -> None:
         {"conversations": []},
     ]
     made = sharegpt(tmp_path, content, "--num-prompts 3")
-    wanted = {("question one", 12, 6), ("what now", 8, 7), ("q" * 1000, 1000, 1048)}
-    assert {(r.prompt, r.prompt_len, r.output_len) for r in made} == wanted
+    expected = {("question one", 12, 6), ("what now", 8, 7), ("q" * 1000, 1000, 1048)}
+    assert {(r.prompt, r.prompt_len, r.output_len) for r in made} == expected
 
 
-def test_sharegpt_output_length_and_repetition(tmp_path: Path) -> None:
+def test_sharegpt_repeats_requests_with_the_given_output_length(tmp_path: Path) -> None:
     content = [turns("question", "a")]
     made = sharegpt(tmp_path, content, "--num-prompts 5 --sharegpt-output-len 30")
     assert made == [BenchRequest("question", 8, 30)] * 5
@@ -129,19 +131,19 @@ def test_sharegpt_output_length_and_repetition(tmp_path: Path) -> None:
         ([{"conversations": [{"from": "human", "value": 7}, {"from": "gpt"}, "x"]}], "no conversa"),
     ],
 )
-def test_broken_sharegpt_files(tmp_path: Path, content: Any, words: str) -> None:
+def test_invalid_sharegpt_files_are_refused(tmp_path: Path, content: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         sharegpt(tmp_path, content)
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_missing_file_is_reported() -> None:
     with pytest.raises(ConfigError, match="nowhere.json cannot be read"):
         requests("--dataset-name sharegpt --dataset-path nowhere.json")
     with pytest.raises(ConfigError, match="needs --dataset-path"):
         requests("--dataset-name custom")
 
 
-def test_custom_lines(tmp_path: Path) -> None:
+def test_custom_lines_are_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "one"}\n\n{"prompt": "three"}\n', encoding="utf-8")
     line = f"--dataset-name custom --dataset-path {path}"

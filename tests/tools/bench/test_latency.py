@@ -8,13 +8,13 @@ from quire.tools.bench.arguments import add_latency_arguments
 from quire.tools.bench.latency import make_params, results
 
 
-def test_percentiles_are_those_of_vllm() -> None:
+def test_results_have_average_and_percentiles() -> None:
     found = results("m", [4.0, 1.0, 2.0, 3.0])
     assert (found["avg_latency"], found["percentiles"]["50"]) == (2.5, 2.5)
     assert found["latencies"] == [4.0, 1.0, 2.0, 3.0]
 
 
-def test_every_request_has_its_length() -> None:
+def test_options_become_sampling_parameters() -> None:
     parser = argparse.ArgumentParser()
     add_latency_arguments(parser)
     options = parser.parse_args([])

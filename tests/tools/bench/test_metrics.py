@@ -52,20 +52,20 @@ ORDER = [
 ]
 
 
-def test_the_block_and_its_order() -> None:
+def test_block_has_the_order_of_vllm() -> None:
     metrics = measure(RESULTS, 4.0, (50.0, 99.9), {"ttft": 500.0, "tpot": 160.0})
-    shown = ("e2el", "itl", "tpot", "ttft")  # the order is vLLM's, whatever was asked
+    shown = ("e2el", "itl", "tpot", "ttft")  # the order is vLLM's, regardless of the request
     assert block(metrics, shown, 8, 2.5).splitlines() == ORDER
 
 
-def test_what_was_not_asked_is_not_printed() -> None:
+def test_unrequested_metrics_are_not_printed() -> None:
     printed = block(measure(RESULTS, 4.0, (99.0,), {}), ("itl",), None, math.inf)
     for name in ("concurrency:", "configured", "goodput", "TTFT", "E2EL"):
         assert name not in printed
     assert "P99 ITL (ms):" in printed
 
 
-def test_json_keys() -> None:
+def test_json_values_are_computed_by_hand() -> None:
     keys = json_keys(measure(RESULTS, 4.0, (50.0, 99.9), {"e2el": 500.0}))
     assert (keys["completed"], keys["failed"]) == (3, 1)
     assert (keys["total_input_tokens"], keys["total_output_tokens"]) == (15, 8)
@@ -78,14 +78,14 @@ def test_json_keys() -> None:
         assert {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p50")} <= keys.keys()
 
 
-def test_peaks_by_second() -> None:
+def test_peaks_are_counted_by_second() -> None:
     # From 10.0 on: 3 tokens in second 0 (10.1, 10.2, 10.4) and 2 of 4 at 10.8; 2 at 11.8.
     metrics = measure(RESULTS, 4.0, (), {})
     assert metrics.max_output_tokens_per_s == 5.0
     assert metrics.max_concurrent_requests == 2
 
 
-def test_nothing_succeeded() -> None:
+def test_run_without_successful_requests_has_zeros() -> None:
     metrics = measure(RESULTS[3:], 4.0, (99.0,), {"ttft": 1.0})
     assert (metrics.completed, metrics.failed, metrics.goodput) == (0, 1, 0.0)
     assert json_keys(metrics)["p99_ttft_ms"] == 0.0

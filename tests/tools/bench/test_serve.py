@@ -1,4 +1,4 @@
-"""`bench serve` end to end against a server that a test scripts. No test depends on durations.
+"""`bench serve` end to end against a scripted server. No test depends on durations.
 
 Covers `tools/bench/bench_request.py` and `tools/bench/drafts.py`.
 """
@@ -33,13 +33,15 @@ def bench(fake: FakeOpenAI, line: str) -> int:
         return serve.run(options(f"--base-url {url} {SMALL} {line}"))
 
 
-def test_a_run_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_run_prints_and_writes_results(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "deep" / "serve.json"
     assert bench(FakeOpenAI(), f"--output-json {path} --metric-percentiles 50,99") == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "============ Serving Benchmark Result ============"
     assert "Total input tokens:                      30        " in printed
-    assert "Total generated tokens:                  42        " in printed  # usage, not chunks
+    assert (
+        "Total generated tokens:                  42        " in printed
+    )  # counted by usage, not by chunks
     written = json.loads(path.read_text(encoding="utf-8"))
     assert (written["model_id"], written["backend"], written["request_rate"]) == (
         "fake", "openai", "inf",
@@ -51,7 +53,7 @@ def test_a_run_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 def counters(drafts: int, tokens: int, *accepted_at: int) -> str:
-    """What a server says that guesses tokens, and of two engines."""
+    """Return the metrics of a server with draft tokens and two engines."""
     lines = []
     for engine, share in (("0", 1), ("1", 2)):
         values = {"drafts": drafts, "draft_tokens": tokens, "accepted_tokens": sum(accepted_at)}
@@ -64,8 +66,10 @@ def counters(drafts: int, tokens: int, *accepted_at: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_guesses_of_the_run_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Under vLLM's words and keys; rates by position are of all drafts."""
+def test_acceptance_covers_the_run_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Labels and keys are vLLM's. The rate of a position is its share of all drafts."""
     path = tmp_path / "serve.json"
     fake = FakeOpenAI(metrics=[counters(1, 4, 1), counters(11, 44, 9, 5, 1)])
     assert bench(fake, f"--output-json {path}") == 0
@@ -86,16 +90,16 @@ def test_guesses_of_the_run_alone(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 @pytest.mark.parametrize("metrics", [[], [counters(3, 9, 2)] * 2, ["what?\n", "{"]])
-def test_no_guesses_no_block(
+def test_run_without_drafts_prints_no_acceptance(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, metrics: list[str]
 ) -> None:
-    """Also where there are no metrics, or others than these."""
+    """The same holds for a server without metrics, or with other metrics."""
     assert bench(FakeOpenAI(metrics=metrics), f"--output-json {tmp_path / 'out.json'}") == 0
     assert "Speculative" not in capsys.readouterr().out
     assert "spec_decode" not in (tmp_path / "out.json").read_text(encoding="utf-8")
 
 
-def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_and_headers_follow_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     fake = FakeOpenAI()
     sampling = '--temperature 0.5 --top-k 3 --ignore-eos --logprobs 2 --extra-body {"priority":4}'
@@ -126,13 +130,13 @@ def test_chat_sends_texts(tmp_path: Path) -> None:
     assert written["output_lens"] == [7] * 6
 
 
-def test_all_are_open_at_once_without_a_limit() -> None:
-    fake = FakeOpenAI(gate=6)  # none is answered before all have come
+def test_requests_are_open_together_without_a_limit() -> None:
+    fake = FakeOpenAI(gate=6)  # no answer before all requests have arrived
     assert bench(fake, "") == 0
     assert fake.most_open == 6
 
 
-def test_max_concurrency_holds_the_others_back() -> None:
+def test_max_concurrency_limits_open_requests() -> None:
     fake = FakeOpenAI(gate=2)
     assert bench(fake, "--max-concurrency 2") == 0
     assert fake.most_open == 2
@@ -150,38 +154,38 @@ def test_failures_are_counted_and_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert f"failed: the server answered 400: no prompt may begin with {first}" in captured.err
 
 
-def test_all_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_with_only_failures_exits_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(FakeOpenAI(usage=False), "") == 1
     captured = capsys.readouterr()
     assert "Failed requests:                         6         " in captured.out
     assert captured.err.count("ended without usage") == 1  # equal errors are shown once
 
 
-def test_a_warm_up_that_fails_ends_it() -> None:
+def test_failed_warm_up_ends_the_benchmark() -> None:
     with pytest.raises(HttpError, match="the warm-up failed: .* without usage"):
         bench(FakeOpenAI(usage=False), "--num-warmups 1")
 
 
-def test_a_file_of_texts_is_counted_by_the_server(tmp_path: Path) -> None:
+def test_server_counts_the_tokens_of_text_prompts(tmp_path: Path) -> None:
     path, fake = tmp_path / "prompts.jsonl", FakeOpenAI()
     path.write_text('{"prompt": "hello"}\n', encoding="utf-8")
     assert bench(fake, f"--dataset-name custom --dataset-path {path}") == 0
     assert {body["prompt"] for body in fake.bodies} == {"hello"}
 
 
-def test_results_under_their_date(tmp_path: Path) -> None:
+def test_result_files_are_named_by_date(tmp_path: Path) -> None:
     assert bench(FakeOpenAI(), f"--save-result --result-dir {tmp_path} --max-concurrency 3") == 0
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("openai-infqps-concurrency3-fake-2")
     assert json.loads(path.read_text(encoding="utf-8"))["completed"] == 6
 
 
-def test_nobody_listens() -> None:
+def test_missing_server_is_reported() -> None:
     with pytest.raises(HttpError, match="is the server running"):
         serve.run(options("--port 1 --disable-tqdm"))
 
 
-def test_waiting_for_a_server_that_never_comes() -> None:
+def test_wait_for_a_server_has_a_timeout() -> None:
     with pytest.raises(HttpError, match="is the server running"):
         serve.run(options("--port 1 --ready-check-timeout-sec 0.01"))
 
@@ -199,7 +203,7 @@ def test_waiting_for_a_server_that_never_comes() -> None:
         ("--model m --extra-body {", "not valid JSON"),
     ],
 )
-def test_wrong_options(line: str, words: str) -> None:
+def test_invalid_options_are_refused(line: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         serve.run(options(line))
 
@@ -208,7 +212,7 @@ def load(rate: float, burstiness: float = 1.0, seed: int = 0) -> serve.Load:
     return serve.Load(rate, burstiness, None, seed)
 
 
-def test_arrivals() -> None:
+def test_arrival_times_follow_rate_seed_and_burstiness() -> None:
     assert load(float("inf")).arrivals_s(3) == [0.0] * 3
     times = load(20.0).arrivals_s(2000)
     assert times == sorted(times) and times[-1] == pytest.approx(100.0)
@@ -226,15 +230,15 @@ def test_arrivals() -> None:
     assert spread(0.25) == pytest.approx(2.0, rel=0.05)
 
 
-def test_requests_are_sent_when_they_are_due() -> None:
+def test_requests_are_not_sent_early() -> None:
     rate, sent = 400.0, []
 
-    async def ask(request: BenchRequest) -> RequestResult:
+    async def send(request: BenchRequest) -> RequestResult:
         sent.append(asyncio.get_running_loop().time())
         return RequestResult(0.0, 1)
 
     requests = [BenchRequest([1], 1, 1)] * 8
-    outcome = asyncio.run(serve.send_all(ask, requests, load(rate), lambda: None))
+    outcome = asyncio.run(serve.send_all(send, requests, load(rate), lambda: None))
     due = load(rate).arrivals_s(8)
     assert outcome.duration_s >= due[-1]  # none early
     assert all(at - sent[0] >= when - due[0] - 0.01 for at, when in zip(sent, due, strict=True))
@@ -247,7 +251,7 @@ def read(is_chat: bool, *chunks: tuple[float, dict[str, Any]]) -> RequestResult:
     return reading.finish()
 
 
-def test_times_of_a_completion() -> None:
+def test_stream_times_are_measured() -> None:
     usage = {"prompt_tokens": 4, "completion_tokens": 5}
     result = read(
         False,
@@ -260,7 +264,7 @@ def test_times_of_a_completion() -> None:
     assert (result.prompt_len, result.output_len, result.text) == (4, 5, "ab")
 
 
-def test_an_error_within_a_stream() -> None:
+def test_errors_within_a_stream_are_raised() -> None:
     with pytest.raises(HttpError, match="the engine died"):
         read(False, (11.0, {"error": {"message": "the engine died"}}))
     with pytest.raises(HttpError, match="without a chunk"):
@@ -268,7 +272,7 @@ def test_an_error_within_a_stream() -> None:
 
 
 @pytest.mark.parametrize("usage", [7, {}, {"completion_tokens": {}}])
-def test_chunks_of_another_shape_are_failures(
+def test_malformed_chunks_count_as_failures(
     usage: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}]

@@ -1,4 +1,4 @@
-"""The benchmark's functions on a tiny model. Nothing here depends on how long anything takes."""
+"""The benchmark's functions on a tiny model. No test depends on durations."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ def llm(directory: Path) -> LLM:
 
 def test_run_counts_tokens_and_steps(llm: LLM) -> None:
     times = bench.StepTimes.of(llm)
-    for _ in range(2):  # the second finds no cached prefix and no steps of the first
+    for _ in range(2):  # the second run has no prefix hits and no steps of the first
         run = bench.run_once(llm, times, [[1, 2, 3], [4, 5, 6, 7]], output_len=5)
         assert (run.num_requests, run.num_prompt_tokens, run.num_output_tokens) == (2, 7, 10)
         assert run.num_cached_tokens == [0, 0]
@@ -54,12 +54,12 @@ def test_run_counts_tokens_and_steps(llm: LLM) -> None:
         assert [step.is_decode for step in run.steps] == [False] + [True] * 4
 
 
-def test_step_times() -> None:
+def test_step_times_end_at_the_next_plan() -> None:
     times = bench.StepTimes([Planned(1.0, 0, 2, 9), Planned(3.0, 1, 2, 2)])
     assert times.steps(3.5) == [bench.Step(2, 9, 2.0), bench.Step(2, 2, 0.5)]
 
 
-def test_step_cost_counts_what_is_multiplied() -> None:
+def test_step_cost_counts_multiplied_weights() -> None:
     cost = step_cost(parse_spec(CONFIG), torch.float32)
     attention = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32
     assert cost.layers == 2 * (attention + 3 * 32 * 48)
@@ -67,14 +67,14 @@ def test_step_cost_counts_what_is_multiplied() -> None:
     assert cost.weight_bytes == 4 * (cost.layers + cost.head)
 
 
-def test_least_time_is_the_larger_limit() -> None:
+def test_min_time_is_the_larger_limit() -> None:
     cost = StepCost(layers=10, head=5, weight_bytes=30)
     limits = Limits(flops_per_s=100.0, bytes_per_s=60.0)
     assert cost.min_s(1, 1, limits) == pytest.approx(0.5)  # 30 bytes against 30 operations
     assert cost.min_s(4, 2, limits) == pytest.approx(1.0)  # 100 operations
 
 
-def test_share_of_limits() -> None:
+def test_share_of_limits_covers_flops_bytes_and_steps() -> None:
     steps = [bench.Step(2, 8, 3.0), bench.Step(2, 2, 1.0), bench.Step(2, 2, 1.0)]
     run = bench.Run(5.0, 2, 8, 6, steps, [], [])
     cost, limits = StepCost(10, 5, 30), Limits(flops_per_s=100.0, bytes_per_s=60.0)
@@ -94,7 +94,7 @@ def options(line: str) -> argparse.Namespace:
 
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured before and after: the better of each counts."""
+    """Return limits measured before and after; the better value of each counts."""
     measured = iter([Limits(1e9, 4e9), Limits(2e9, 3e9)])
     monkeypatch.setattr(bench, "measure_limits", lambda *given: next(measured))
 
@@ -133,14 +133,14 @@ def test_texts_need_a_tokenizer(directory: Path, tmp_path: Path) -> None:
     assert bench.run(options(line), {"model": "demo", "device": "cpu"}) == 0
 
 
-def test_requests_of_different_lengths(llm: LLM) -> None:
+def test_requests_of_different_lengths_run_together(llm: LLM) -> None:
     requests = [BenchRequest([1, 2, 3], 3, 5), BenchRequest([4] * 9, 9, 2)]
     run = bench.run_requests(llm, bench.StepTimes.of(llm), requests)
     assert [len(ids) for ids in run.token_ids] == [5, 2]
     assert (run.num_prompt_tokens, run.num_output_tokens) == (12, 7)
 
 
-def test_lengths_are_told_apart_from_totals() -> None:
+def test_description_separates_lengths_from_totals() -> None:
     same = [BenchRequest([1] * 7, 7, 2000)] * 1000
     assert bench.described(same) == (
         "each with 7 prompt tokens and 2,000 output tokens; 7,000 prompt tokens and 2,000,000"
@@ -160,10 +160,10 @@ def test_settings_fit_the_requests() -> None:
     assert "max_num_seqs" not in bench.settings_for(requests * 40, {})
 
 
-def test_a_read_is_measured() -> None:
+def test_read_bandwidth_is_plausible() -> None:
     assert 1e8 < read_bytes_per_s(torch.device("cpu"), cpu_bytes=1 << 24) < 1e13
 
 
-def test_median_run() -> None:
+def test_median_run_is_the_middle_one() -> None:
     runs = [bench.Run(seconds, 1, 1, 1, [], [], []) for seconds in (3.0, 1.0, 2.0)]
     assert bench.median_run(runs).elapsed_s == 2.0

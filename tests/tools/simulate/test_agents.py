@@ -1,4 +1,4 @@
-"""Sessions of agents in a simulation: the order of turns, what they reuse, and what a disk keeps.
+"""Sessions of agents in a simulation: the order of turns, their reuse, and blocks on a disk.
 
 Covers `tools/simulate/agents.py` and `tools/simulate/disk.py`.
 """
@@ -66,7 +66,7 @@ def serve(
     return run, disk
 
 
-def test_a_parent_waits_for_its_subagents_and_reads_their_answers() -> None:
+def test_parent_waits_for_its_subagents_and_reads_their_answers() -> None:
     work = AgentWork("family", FAMILY, 1000)
     served = serve(work)[0].by_id
     assert list(served) == ["0-0", "1-0", "2-0", "1-1", "0-1"]
@@ -84,7 +84,7 @@ LARGE = Session((turn(3, 100), turn(4, 2)), parent=0, after=0)
 @pytest.mark.parametrize(
     ("other", "last", "num_answer"), [(FAMILY[2], "2-0", 6), (LARGE, "0-0", 0)]
 )
-def test_a_refused_turn_ends_its_session_with_an_empty_answer(
+def test_refused_turn_ends_its_session_with_an_empty_answer(
     other: Session, last: str, num_answer: int
 ) -> None:
     work = AgentWork("family", [PARENT, LARGE, other], 1000)
@@ -102,16 +102,16 @@ def test_a_refused_turn_ends_its_session_with_an_empty_answer(
 
 
 @pytest.mark.parametrize(("partial", "num_cached"), [(True, 12), (False, 12)])
-def test_the_outcome_counts_like_the_benchmark(partial: bool, num_cached: int) -> None:
+def test_outcome_counts_reuse_like_the_benchmark(partial: bool, num_cached: int) -> None:
     work = AgentWork("alone", [PARENT], 1000)
     run = serve(work, partial=partial)[0]
     found = bench.summary(work.outcome(run), bench.Run())
-    assert found["reusable_tokens"] == 12, "the last token of an answer was never computed"
+    assert found["reusable_tokens"] == 12, "the last token of an answer has no KV"
     assert found["reused_tokens"] == num_cached
     assert found["job_s"]["max"] == run.by_id["0-1"].finished_s
 
 
-def test_a_disk_keeps_what_host_memory_loses() -> None:
+def test_disk_keeps_blocks_that_host_memory_evicts() -> None:
     sessions = [
         Session(tuple(turn(100 * i + j, 30, pause_s=50.0) for j in range(4)), at_s=7.0 * i)
         for i in range(6)
@@ -124,7 +124,7 @@ def test_a_disk_keeps_what_host_memory_loses() -> None:
 
 
 @pytest.mark.parametrize(("partial", "low", "high"), [(True, 0.99, 1.0), (False, 0.95, 0.97)])
-def test_twenty_sessions_with_a_pool_of_two_and_host_memory_of_six(
+def test_disk_lets_many_sessions_reuse_nearly_all_tokens(
     partial: bool, low: float, high: float
 ) -> None:
     size, length = 16, 512
@@ -148,10 +148,10 @@ def look_up(disk: VirtualDisk, clock: FakeClock, *digests: bytes) -> list[bool]:
     return found[0].found
 
 
-def test_transfers_follow_each_other_and_old_blocks_are_deleted() -> None:
+def test_transfers_are_serial_and_old_blocks_are_deleted() -> None:
     clock = FakeClock()
     contents = Contents([BYTES], 2 * BYTES)
-    disk = VirtualDisk(contents, BYTES, clock)  # a block a second
+    disk = VirtualDisk(contents, BYTES, clock)  # one block per second
     disk.submit([Keep(0, 1, ((0, A, 0), (0, B, 1)))])
     disk.submit([Fetch(0, 3, ((0, A, 4), (0, C, 5)))])
     assert look_up(disk, clock, A, B, C) == [False, False, False]
@@ -166,12 +166,12 @@ def test_transfers_follow_each_other_and_old_blocks_are_deleted() -> None:
     assert isinstance(fetched, Fetched) and (fetched.ok, fetched.num_bytes) == ([True, False], 100)
     disk.submit([Fetch(0, 4, ((0, A, 4),)), Keep(0, 5, ((0, C, 6),))])
     clock.advance(2.0)
-    assert look_up(disk, clock, A, B, C) == [True, False, True], "B was used longest ago"
+    assert look_up(disk, clock, A, B, C) == [True, False, True], "B was the least recently used"
     disk.submit([Remove(0, 6, ((0, A),))])
     assert list(contents.names) == [(0, C)]
 
 
-def test_replicas_share_the_rate_and_the_blocks_of_a_disk() -> None:
+def test_replicas_share_rate_and_blocks_of_a_disk() -> None:
     clock = FakeClock()
     contents = Contents([BYTES], 9 * BYTES)
     one, other = (VirtualDisk(contents, BYTES, clock) for _ in range(2))

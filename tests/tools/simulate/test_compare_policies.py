@@ -1,4 +1,4 @@
-"""Test what another policy would have changed on a recording."""
+"""Effects that another policy would have had on a recording."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def lifo(tmp_path: Path) -> str:
     return f"{tmp_path / 'mine.py'}:Lifo"
 
 
-def test_the_recorded_policy_changes_nothing(recorded: Recorded) -> None:
+def test_recorded_policy_changes_nothing(recorded: Recorded) -> None:
     found = compare_policies(recorded, "fifo")
     assert (found.num_moved, found.max_moved, found.num_skipped) == (0, 0, 0)
     assert [each.gain_s for each in found.changes] == [0.0] * 9
@@ -59,7 +59,7 @@ def test_last_in_first_out_serves_late_requests_earlier(recorded: Recorded, lifo
     assert "9 requests of the recording" in text and "earliest: r8, " in text
 
 
-def test_the_first_requests_alone(recorded: Recorded, lifo: str) -> None:
+def test_max_requests_limits_the_comparison(recorded: Recorded, lifo: str) -> None:
     assert len(compare_policies(recorded, lifo, max_requests=4).changes) == 4
 
 
@@ -70,7 +70,9 @@ def test_the_first_requests_alone(recorded: Recorded, lifo: str) -> None:
         ("raise ValueError('no')", "'Faulty' failed: .*no Compare"),
     ],
 )
-def test_a_faulty_policy(body: str, message: str, recorded: Recorded, tmp_path: Path) -> None:
+def test_faulty_policy_is_reported(
+    body: str, message: str, recorded: Recorded, tmp_path: Path
+) -> None:
     source = (
         "from quire.scheduler.core.queue import Fifo\n"
         "class Faulty(Fifo):\n"
@@ -81,7 +83,7 @@ def test_a_faulty_policy(body: str, message: str, recorded: Recorded, tmp_path: 
         compare_policies(recorded, f"{tmp_path / 'faulty.py'}:Faulty")
 
 
-def test_a_recording_without_its_start(tmp_path: Path) -> None:
+def test_recording_without_its_start_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.ask("r0", prompt(3, 5))
     run.step(3)
@@ -95,7 +97,9 @@ def test_a_recording_without_its_start(tmp_path: Path) -> None:
         compare_policies(read_recorded(tmp_path), "srtf")
 
 
-def test_on_the_command_line(folder: Path, lifo: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_command_compares_policies(
+    folder: Path, lifo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replay", str(folder), "--with-policy", lifo, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["policy"] for each in found["policies"]] == ["fifo", "Lifo"]

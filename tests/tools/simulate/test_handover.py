@@ -1,4 +1,4 @@
-"""Prompts computed by one replica, answers by another: who computes what, and what moves when."""
+"""Prefill on one replica and decoding on another: computed tokens, and moved blocks."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ STEP_S = 1.0
 
 
 class Listed:
-    """A workload of these arrivals."""
+    """A workload of the given arrivals."""
 
     name, rate_per_s = "listed", 1.0
 
@@ -34,12 +34,12 @@ class Listed:
         return list(self._arrivals)
 
     def then(self, request_id: str, now: float) -> Arrival | None:
-        assert not request_id.endswith(DECODES), "others know nothing of legs"
+        assert not request_id.endswith(DECODES), "workloads never see the decode legs"
         return None
 
 
 class World:
-    """One replica of each role. Steps take a second, and nothing else takes time but the link."""
+    """One replica of each role. A step takes one second, and only steps and the link take time."""
 
     def __init__(self, arrivals: list[Arrival], bytes_per_s: float) -> None:
         self.clock, self.run = FakeClock(), Run()
@@ -75,13 +75,13 @@ class World:
 
 
 def arrival(name: str, num_prompt: int, num_output: int, at_s: float = 0.0) -> Arrival:
-    """A prompt that begins with 12 tokens of everybody's."""
+    """A prompt that begins with 12 tokens shared by all requests."""
     prompt = token_ids_of([(1, 12), (ord(name) + 2, num_prompt - 12)], 1000)
     return Arrival(at_s, simulated_request(name, prompt, None), num_output)
 
 
-def test_the_decode_replica_begins_behind_the_prompt() -> None:
-    """Two steps here, the transfer, one step for each token there: 40 tokens are ten blocks."""
+def test_decode_replica_starts_after_the_transferred_prompt() -> None:
+    """Prefill and the transfer of ten blocks precede one decode step per token."""
     world = World([arrival("a", 40, 5)], bytes_per_s=500.0)
     served = world.serve().by_id["a"]
     assert world.num_computed(0) == 40 and world.num_computed(1) == 4
@@ -91,25 +91,25 @@ def test_the_decode_replica_begins_behind_the_prompt() -> None:
     assert (served.num_output, served.num_prompt) == (5, 40)
     assert world.run.gaps_s.tolist() == pytest.approx([1.0, 1.0, 1.0, transfer_s + 1.0])
     assert world.link.num_bytes == 10 * BYTES
-    assert list(world.run.by_id) == ["a"], "two legs are one request"
+    assert list(world.run.by_id) == ["a"], "both legs count as one request"
 
 
-def test_the_last_block_is_computed_there_if_it_is_not_full() -> None:
+def test_decode_replica_computes_the_partial_last_block() -> None:
     world = World([arrival("a", 42, 3)], bytes_per_s=1e9)
     world.serve()
     assert world.num_computed(1) == 2 + 2 and world.link.num_bytes == 10 * BYTES
 
 
-def test_what_is_there_is_not_moved() -> None:
-    """The second request shares twelve tokens, three blocks, with the first."""
+def test_cached_blocks_are_not_transferred() -> None:
+    """The second request shares three blocks of twelve tokens with the first."""
     world = World([arrival("a", 40, 3), arrival("b", 40, 3, at_s=50.0)], bytes_per_s=1e9)
     run = world.serve()
     assert world.link.num_bytes == (10 + 7) * BYTES
-    assert run.by_id["b"].num_cached_tokens == 12, "nor computed again, where prompts are"
+    assert run.by_id["b"].num_cached_tokens == 12, "the prefill replica hits them as well"
     assert run.num_output == 6
 
 
-def test_transfers_wait_for_each_other() -> None:
+def test_transfers_on_the_link_are_serial() -> None:
     names = ["a", "b", "c"]
     world = World([arrival(name, 20, 2) for name in names], bytes_per_s=100.0)
     run = world.serve()
@@ -118,8 +118,8 @@ def test_transfers_wait_for_each_other() -> None:
     assert ends[-1] >= 1.0 + 9.0 and ends[0] < ends[-1]
 
 
-def test_what_does_not_come_is_computed() -> None:
-    """Somebody has removed a block in the middle: it is a miss from there on, and no more."""
+def test_missing_blocks_are_recomputed() -> None:
+    """A removed block in the middle makes the blocks from there on a miss."""
     world = World([arrival("a", 40, 3)], bytes_per_s=1e9)
     offer = world.offered.offer
 
@@ -135,7 +135,7 @@ def test_what_does_not_come_is_computed() -> None:
     assert world.num_computed(1) == (40 - 6 * BLOCK) + 2
 
 
-def test_an_answer_of_one_token_needs_no_second_leg() -> None:
+def test_answer_of_one_token_needs_no_decode_leg() -> None:
     world = World([arrival("a", 40, 1)], bytes_per_s=1e9)
     served = world.serve().by_id["a"]
     assert served.finished_s == served.first_token_s == 1.0 and world.num_computed(1) == 0

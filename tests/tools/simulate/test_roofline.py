@@ -29,7 +29,7 @@ def fit_of(name: str, device: str, **settings: object) -> Fit:
     return fit(config, resolve_model(model), find_gpu(device))
 
 
-def test_what_of_a_plan_takes_time() -> None:
+def test_step_time_sums_the_load_of_a_plan() -> None:
     plan = plan_of([1, 4], [99, 10], num_moved=3)
     assert StepLoad.of(plan) == StepLoad(5, 114, 100 + 11 + 12 + 13 + 14, 2, 3)
     assert StepLoad.of(plan, window=5).num_context == 6 + 9
@@ -39,13 +39,13 @@ def test_what_of_a_plan_takes_time() -> None:
     assert busy.seconds(plan) == pytest.approx(0.5 + 0.25 + 150)
 
 
-def test_experts_are_read_once_each() -> None:
+def test_each_chosen_expert_is_read_once() -> None:
     times = Roofline(1.0, 0.0, expert_s=8.0, chosen=0.5)
     assert times.seconds(plan_of([1], [0])) == 1 + 4
     assert times.seconds(plan_of([2], [0])) == 1 + 6
 
 
-def test_a_dense_model_on_its_data_sheet() -> None:
+def test_dense_model_follows_the_data_sheet() -> None:
     found = fit_of("llama-3.1-8b", "H200")
     times, speed = roofline_of(found), SPEEDS["H200"]
     in_layers, in_head = 32 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336), 4096 * 128_256
@@ -57,7 +57,7 @@ def test_a_dense_model_on_its_data_sheet() -> None:
     )
 
 
-def test_four_devices_share_all_but_what_they_exchange() -> None:
+def test_four_devices_share_all_work_but_the_exchange() -> None:
     one, four = (
         roofline_of(fit_of("llama-3.1-8b", "H100", tensor_parallel_size=n)) for n in (1, 4)
     )
@@ -75,9 +75,7 @@ def test_four_devices_share_all_but_what_they_exchange() -> None:
         pytest.param("qwen3-30b-a3b", 8 / 128, 60e9, marks=pytest.mark.slow),
     ],
 )
-def test_a_mixture_reads_the_experts_that_its_tokens_need(
-    shape: str, chosen: float, num_bytes: float
-) -> None:
+def test_mixture_reads_only_the_chosen_experts(shape: str, chosen: float, num_bytes: float) -> None:
     times = roofline_of(fit_of(shape, "H200"))
     assert times.chosen == chosen
     whole = times.weights_s + times.expert_s

@@ -13,7 +13,7 @@ from quire.tools.step_times import Attention, Roofline
 from quire.tools.workloads import token_ids_of
 
 
-def test_times_are_those_of_the_formula() -> None:
+def test_times_follow_the_formula() -> None:
     """A step reads 1 s of weights, or computes 0.1 s per token; contexts cost 0.01 s per token."""
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
     scheduler, _ = dry_run(100, 4, config, 128, enable_prefix_caching=False)
@@ -27,7 +27,7 @@ def test_times_are_those_of_the_formula() -> None:
     assert first.first_token_s == pytest.approx(0.5 + 2.0 + 0.2)
     assert first.finished_s == pytest.approx(2.7 + (1 + 0.21) + (1 + 0.22))
     assert later.arrived_s == 5.0
-    assert later.admitted_s == first.finished_s  # it came during the step before
+    assert later.admitted_s == first.finished_s  # it arrived during the previous step
     assert later.first_token_s == later.finished_s == pytest.approx(5.13 + 3.0 + 0.3)
     assert (first.num_output, later.num_output) == (3, 1)
     assert (run.num_output, run.num_steps) == (4, 4)
@@ -35,8 +35,8 @@ def test_times_are_those_of_the_formula() -> None:
     assert run.most_used == 8
 
 
-def test_a_queue_of_one_row() -> None:
-    """Each request takes two steps of a second, one after the other."""
+def test_requests_queue_for_one_row() -> None:
+    """Each request takes two steps of one second, one request after another."""
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64)
     scheduler, _ = dry_run(100, 4, config, 128, enable_prefix_caching=False)
     arrivals = [Arrival(0.0, simulated_request(str(i), [3] * 5, 9), 2) for i in range(3)]
@@ -47,8 +47,8 @@ def test_a_queue_of_one_row() -> None:
     assert run.waits == {STEP: 0.0, ROW: 2 + 2 + 1 + 1.0, MEMORY: 0.0, BUDGET: 0.0}
 
 
-def test_what_is_waited_for() -> None:
-    """Ten tokens a step for two prompts of ten; a pool of six blocks for two of 20 tokens."""
+def test_waits_are_split_by_reason() -> None:
+    """Two prompts of 10 tokens share a budget of 10; two of 20 tokens share six blocks."""
     config = SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=10)
     scheduler, _ = dry_run(100, 4, config, 128, enable_prefix_caching=False)
     two = [Arrival(0.0, simulated_request(str(i), [3] * 10, 9), 1) for i in range(2)]
@@ -66,7 +66,7 @@ def test_what_is_waited_for() -> None:
     assert run.waits[STEP] == 0.5 and run.by_id["b"].wait_s == 1.5
 
 
-def test_the_host_takes_time_between_steps_unless_a_plan_is_in_flight() -> None:
+def test_host_time_counts_unless_a_plan_is_in_flight() -> None:
     for depth, ends_s in ((1, 4 * 1.25), (2, 4 + 0.25)):
         config = SchedulerConfig(4, 64, pipeline_depth=depth)
         scheduler, _ = dry_run(100, 4, config, 128, enable_prefix_caching=False)
@@ -75,8 +75,8 @@ def test_the_host_takes_time_between_steps_unless_a_plan_is_in_flight() -> None:
         assert run.by_id["a"].finished_s == ends_s
 
 
-def test_requests_go_where_their_prefix_is_known() -> None:
-    """Two replicas: conversations of one prefix stay together, others spread."""
+def test_requests_are_routed_to_the_replica_with_their_prefix() -> None:
+    """Conversations with one prefix stay on one of two replicas; others spread."""
     clock, run = FakeClock(), Run()
     cores = [
         Replica(
@@ -100,8 +100,8 @@ def test_requests_go_where_their_prefix_is_known() -> None:
     assert all(served.num_cached_tokens == 40 for served in list(run.by_id.values())[2:])
 
 
-def test_preemptions_lose_no_token_and_no_time() -> None:
-    """A pool in which two grow until one must go: gaps still add up to the whole time."""
+def test_preemptions_lose_no_tokens_and_no_time() -> None:
+    """Two requests outgrow the pool, so one is preempted. The gaps add up to the whole time."""
     config = SchedulerConfig(4, 64, preemption_mode="recompute")
     scheduler, _ = dry_run(10, 4, config, 40, enable_prefix_caching=False)
     arrivals = [Arrival(0.0, simulated_request(str(i), [3] * 8, 20), 20) for i in range(2)]
@@ -114,7 +114,7 @@ def test_preemptions_lose_no_token_and_no_time() -> None:
     assert run.gaps_s.sum() == pytest.approx(whole)
 
 
-def test_a_request_that_can_never_be_served_has_an_error() -> None:
+def test_unservable_request_gets_an_error() -> None:
     scheduler, _ = dry_run(10, 4, SchedulerConfig(4, 64), 32, enable_prefix_caching=False)
     arrivals = [Arrival(0.0, simulated_request(str(n), [3] * n, 4), 2) for n in (8, 50)]
     run = simulate(scheduler, arrivals, Roofline(1.0, 0.0))

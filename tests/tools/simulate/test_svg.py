@@ -1,4 +1,4 @@
-"""Charts are well-formed, and points stand where they should: `tools/simulate/plot.py` too."""
+"""Charts are well-formed and place points correctly. Covers `tools/simulate/plot.py` as well."""
 
 import xml.etree.ElementTree as ET
 
@@ -26,7 +26,7 @@ from quire.tools.step_times import Roofline
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_points_and_ticks() -> None:
+def test_points_and_ticks_are_placed() -> None:
     chart = LineChart("a < b", "s", [Line("one", [0, 5, 10], [0, 50, 100])])
     text = sheet("all & more", ["fact"], [chart, BarChart("bars", "ms", [("x", 3.0), ("y", 0.0)])])
     root = ET.fromstring(text)
@@ -34,16 +34,16 @@ def test_points_and_ticks() -> None:
     assert line is not None
     points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
     assert points[0] == (LEFT, HEIGHT - BOTTOM) and points[-1] == (WIDTH - RIGHT, TOP)
-    told = ["".join(each.itertext()) for each in root.iter(f"{SVG}text")]
-    assert {"a < b", "one", "20", "40", "3 ms", "0 ms", "fact", "all & more"} <= set(told)
+    labels = ["".join(each.itertext()) for each in root.iter(f"{SVG}text")]
+    assert {"a < b", "one", "20", "40", "3 ms", "0 ms", "fact", "all & more"} <= set(labels)
 
 
-def test_nothing_to_draw() -> None:
+def test_empty_charts_are_well_formed() -> None:
     assert ET.fromstring(sheet("", [], [LineChart("", "", []), BarChart("", "")])) is not None
 
 
-def test_charts_of_a_run() -> None:
-    """Two requests in one row: the second waits two seconds, then each second gives a token."""
+def test_charts_show_the_series_of_a_run() -> None:
+    """Two requests share one row. The second waits two seconds; each second produces one token."""
     scheduler, _ = dry_run(100, 4, SchedulerConfig(1, 64), 128, enable_prefix_caching=False)
     arrivals = [Arrival(0.0, simulated_request(str(i), [3] * 8, 9), 2) for i in range(2)]
     run = simulate(scheduler, arrivals, Roofline(1.0, 0.0))
