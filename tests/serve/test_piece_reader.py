@@ -131,9 +131,7 @@ def test_slow_iterator_delays_no_request_and_its_pieces_are_computed(llm: AsyncL
         slow = asyncio.create_task(last(llm.generate(source, params())))
         await source.waits.wait()
         shares = await last(llm.generate(ids, params()))
-        assert (
-            shares.num_cached_tokens == 32
-        )  # two blocks of 16: the last token waits for the next piece
+        assert shares.num_cached_tokens == 32  # two blocks of 16: the last token waits for more
         await asyncio.gather(*(last(llm.generate([7 + i, 3], params(30))) for i in range(8)))
         assert not slow.done()
         source.may_resume.set()

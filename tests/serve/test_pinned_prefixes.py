@@ -137,7 +137,7 @@ def test_pinned_prefixes_leave_outputs_identical_under_preemption(
         outputs = llm.generate(prompts, options, False)
         assert found(outputs) == wanted
         assert all((output.num_cached_tokens or 0) >= 22 for output in outputs)
-        if architecture == "qwen3":  # a window frees blocks, so none is preempted
+        if architecture == "qwen3":  # mistral's window frees blocks, so none is
             assert any(o.metrics is not None and o.metrics.num_preemptions for o in outputs)
 
 
