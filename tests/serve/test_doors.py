@@ -137,10 +137,10 @@ def watched(llm: LLM) -> list[Request]:
     return added
 
 
-def held_by(app: App) -> str:
-    """Return the id of a retained request."""
-    kept = app.post("/v1/completions", {"prompt": "fox", "max_tokens": 2, "keep_s": 3600})
-    return str(json.loads(kept)["id"])
+def retain_request(app: App) -> str:
+    """Retain a request; return its id."""
+    response = app.post("/v1/completions", {"prompt": "fox", "max_tokens": 2, "keep_s": 3600})
+    return str(json.loads(response)["id"])
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def served() -> Iterator[ServedEngine]:
     ):  # fmt: skip
         added, client = watched(llm), FakeClient(llm.engine)
         app = App(client, runner)
-        doors = http_doors(app, held_by(app))
+        doors = http_doors(app, retain_request(app))
         doors += llm_doors(llm) + async_doors(llm, client, runner)
         yield ServedEngine(llm, doors, app, client, added, runner)
 
@@ -283,7 +283,7 @@ def test_doors_of_the_other_kind_of_model_reject_all(
 def http(served: ServedEngine, **server: Any) -> Iterator[tuple[App, list[Door]]]:
     """Yield an app of the same engine with other settings, and its doors."""
     app = App(served.client, served.runner, **server)
-    held_id = held_by(app)
+    held_id = retain_request(app)
     yield app, http_doors(app, held_id)
     served.llm.engine.client.core.control(Hold(f"{held_id}-0", 0.0))
 

@@ -212,7 +212,7 @@ def test_prefix_hits_do_not_change_tokens(architecture: str, block_size: int, de
         assert tokens(again) == wanted
         full = [len(prompt) - 1 - (len(prompt) - 1) % block_size for prompt in inputs]
         found = [o.num_cached_tokens for o in again]
-        is_part = all(16 <= n <= most for n, most in zip(found, full, strict=True))
+        is_part = all(16 <= n <= limit for n, limit in zip(found, full, strict=True))
         assert found == full or (has_states and is_part)
         longer = inputs[0] + wanted[0][:8]
         (more,) = llm.generate([longer], greedy(4))

@@ -63,7 +63,7 @@ def test_drafts_change_no_answer(dtype: str) -> None:
                 assert_idle(llm)
 
 
-def test_chunked_prompts_share_steps_with_drafting_rows() -> None:
+def test_drafts_change_no_answer_with_chunked_prompts() -> None:
     prompts = random_tokens(3, 30, 8, 37, 21, 33, seed=4)
     with open_llm(dtype="float32", enable_prefix_caching=False) as plain:
         outputs = ask(plain, prompts, PLAIN)

@@ -88,7 +88,7 @@ class AnswerDrafter(StandIn):
 
 
 def p_value(counts: Counter[tuple[int, ...]]) -> float:
-    """Return the p-value of a chi-square test against the exact chances, with rare answers merged."""
+    """Return the p-value of a chi-square test against the exact chances; merge rare answers."""
     expected = {answer: p * NUM_DRAWS for answer, p in chances_of_answers().items()}
     pairs = [(counts[answer], num) for answer, num in expected.items() if num >= 5]
     rest = NUM_DRAWS - sum(n for n, _ in pairs), NUM_DRAWS - sum(e for _, e in pairs)

@@ -221,7 +221,7 @@ def test_blocks_are_fetched_while_the_prompt_is_computed(
         prompt = second._alive.renderer.render(PROMPTS[0])
         other.add(requests.make(prompt, params({"do_remote_prefill": True}, **GREEDY), "late"))
         client.add(first._alive.requests.make(prompt, params(FIRST_LEG, max_tokens=1), "early"))
-        there = []
+        counts = []
         until_s = time.monotonic() + PATIENCE_S
         while client.num_unfinished:
             client.step()
@@ -230,8 +230,8 @@ def test_blocks_are_fetched_while_the_prompt_is_computed(
                     f"{kept} blocks were stored, but not all were fetched"
                 )
                 other._outputs.process(other.core.advance(), 0.0)
-            there.append(kept)
-        assert there == [0, 4, FULL], "the blocks of two chunks arrive before the last step ends"
+            counts.append(kept)
+        assert counts == [0, 4, FULL], "the blocks of two chunks arrive before the last step ends"
         outputs = []
         while other.num_unfinished:
             outputs = other.step() or outputs

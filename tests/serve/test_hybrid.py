@@ -100,7 +100,7 @@ def test_second_divergent_prompt_leaves_a_state_for_the_third(count: int, hits: 
     assert [output.num_cached_tokens for output in outputs] == hits
 
 
-def test_prompts_with_a_shared_prefix_run_in_one_step() -> None:
+def test_concurrent_prompts_with_a_shared_prefix_keep_their_tokens() -> None:
     first, *tails = random_tokens(21, 9, 9, 9, seed=2)
     inputs = [first, *(first + tail for tail in tails), first]
     with open_llm(**EXACT) as llm:

@@ -187,7 +187,7 @@ def test_earliest_stop_string_in_the_text_wins(text_llm: LLM, free_text: str) ->
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 1))
-def test_stop_token_ids_and_min_tokens(depth: int) -> None:
+def test_stop_token_ids_end_the_output_after_min_tokens(depth: int) -> None:
     """Stop tokens are masked until min_tokens is reached."""
     with open_llm(pipeline_depth=depth) as llm:
         plain = greedy(llm, line(5), max_tokens=12)
