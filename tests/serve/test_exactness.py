@@ -107,10 +107,10 @@ CASES = {
 # What matters for settings is which tokens a layer attends to: all (llama), a window (mistral), or
 # a state (test_hybrid.py, and qwen3_5 here). A few other architectures get one of the two cases
 # that combine the most settings.
-LOOKS_BACK = ("llama", "mistral", "qwen3_5")
-TOGETHER = ("uneven chunks", "preemption, depth 2", "block size 4, depth 2", "one row")
-QUICK = TOGETHER[:2]
-OF_OTHERS = (  # skipped for llama: mistral has them, or another case covers more
+LAYER_KINDS = ("llama", "mistral", "qwen3_5")
+COMBINED = ("uneven chunks", "preemption, depth 2", "block size 4, depth 2", "one row")
+QUICK = COMBINED[:2]
+SLOW_FOR_LLAMA = (  # skipped for llama: mistral has them, or another case covers more
     "more requests than rows", "block size 1", "block size 5", "block size 4, depth 2", "one row",
     "no prefix caching", "uneven chunks", "defaults", "preemption", "preemption, depth 2",
     "two tokens per step",
@@ -120,15 +120,15 @@ WINDOW_CASES = (*QUICK, "one row", "block size 1")
 
 def is_quick(name: str, case: str) -> bool:
     if name == "llama":
-        return case not in OF_OTHERS
+        return case not in SLOW_FOR_LLAMA
     if name == "mistral":
         return case in WINDOW_CASES
     if name == "qwen3_5":
         return case == QUICK[0]
-    return name in ("qwen3_moe", "deepseek_v3") and case == one_of_two(name)
+    return name in ("qwen3_moe", "deepseek_v3") and case == quick_case_of(name)
 
 
-def one_of_two(name: str) -> str:
+def quick_case_of(name: str) -> str:
     return QUICK[list(CONFIGS).index(name) % 2]
 
 
@@ -160,7 +160,7 @@ def test_tokens_match_transformers(architecture: str, case: str) -> None:
 @pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param(name, marks=[] if name in LOOKS_BACK[1:] else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in LAYER_KINDS[1:] else pytest.mark.slow)
         for name in ARCHITECTURES
     ],
 )
@@ -185,7 +185,7 @@ def prefix_cases() -> list[Any]:
         pytest.param(
             name,
             *pair,
-            marks=[] if name in LOOKS_BACK and (i - j) % 3 == 0 else pytest.mark.slow,
+            marks=[] if name in LAYER_KINDS and (i - j) % 3 == 0 else pytest.mark.slow,
         )
         for i, name in enumerate(ARCHITECTURES)
         for j, pair in enumerate(PREFIX_SETTINGS)
@@ -236,7 +236,7 @@ def test_shared_prefix_is_computed_once_in_one_step() -> None:
         assert sizes == [32 + 6, 6]
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(TOGETHER[2:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(COMBINED[2:], marks=pytest.mark.slow)])
 def test_model_with_full_and_window_layers_matches_transformers(
     cases: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -254,7 +254,7 @@ def test_model_with_full_and_window_layers_matches_transformers(
 
 # Layers of two kinds, attention sinks, and chunked attention. The architectures above cover experts
 # and latent vectors; the remaining families differ only in numbers.
-MORE = ("gemma3_text", "gpt_oss", "llama4_text")
+QUICK_FAMILIES = ("gemma3_text", "gpt_oss", "llama4_text")
 
 
 @pytest.mark.parametrize(
@@ -263,10 +263,12 @@ MORE = ("gemma3_text", "gpt_oss", "llama4_text")
         pytest.param(
             family,
             case,
-            marks=[] if family in MORE and case == one_of_two(family) else pytest.mark.slow,
+            marks=[]
+            if family in QUICK_FAMILIES and case == quick_case_of(family)
+            else pytest.mark.slow,
         )
         for family in FAMILIES
-        for case in TOGETHER
+        for case in COMBINED
     ],
 )
 def test_tokens_of_other_families_match_transformers(family: str, case: str) -> None:

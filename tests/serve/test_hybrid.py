@@ -52,7 +52,7 @@ def ask(llm: LLM, inputs: list[list[int]], params: SamplingParams) -> list[Reque
     return llm.generate([{"prompt_token_ids": p} for p in inputs], params, use_tqdm=False)
 
 
-LONG = (
+SLOW_CASES = (
     "one row", "more requests than rows", "block size 5", "depth 3, chunks", "defaults",
     "two tokens per step", "no prefix caching", "preemption", "block size 4, depth 2",
     "preemption, depth 2",
@@ -61,7 +61,7 @@ LONG = (
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow if case in LONG else []) for case in CASES],
+    [pytest.param(case, marks=pytest.mark.slow if case in SLOW_CASES else []) for case in CASES],
 )
 def test_tokens_match_transformers(case: str) -> None:
     counts = [min(count, MAX_TOKENS) for count in NUM_TOKENS]

@@ -157,7 +157,9 @@ def test_killed_core_restarts_while_the_other_serves(server: Server) -> None:
         stream.event()
     gone, stays = cores_of(server)
     kill(gone)
-    wait_until(lambda: set(samples(server, "quire:num_requests_running")) == {"1"}, "it has gone")
+    wait_until(
+        lambda: set(samples(server, "quire:num_requests_running")) == {"1"}, "the core is gone"
+    )
     assert server.get("/health") == 200
     for _ in range(2):
         answer = client_of(server).completions.create(model="demo", prompt="Hi", max_tokens=3)
