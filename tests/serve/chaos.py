@@ -1,11 +1,11 @@
-"""Everything at once, while processes are killed: python -m tests.serve.chaos --minutes 20.
+"""Run every kind of load while processes are killed: python -m tests.serve.chaos --minutes 20.
 
 The server has two API processes, host memory and a directory for cached blocks. Its pool is so
-small that requests lose their rows. Clients of every kind send requests, and some disconnect.
+small that requests are preempted. Clients of every kind send requests, and some disconnect.
 Prefixes are pinned and removed. In turn the core, an API process and the supervisor are killed
-(kill -9), and a core hangs. Each answer must equal a quiet server's. At rest no block may be held,
-and at the end no process or file may remain. Prints a summary as JSON; exit status 1 if something
-was wrong.
+(kill -9), and a core hangs. Each answer must equal an undisturbed server's. At rest no block may
+be in use, and at the end no process or file may remain. Prints a summary as JSON; exit status 1
+if a fault was found.
 """
 
 import argparse
@@ -29,11 +29,11 @@ from quire.tools.http_client import HttpClient, HttpError
 from tests.support.processes.servers import Server, children_of, is_running, kill, wait_until
 from tests.support.serve.chaos_cases import WORDS, Answer, Asker, Case, Cut, Wrong, make_cases
 
-# A supervisor gives up a core that dies four times in two minutes: there are others in between.
+# A supervisor gives up on a core that dies four times in two minutes, so others die in between.
 VICTIMS = ("core", "api", "supervisor", "core while it loads", "api", "supervisor", "hung core",
            "api")  # fmt: skip
 PERIOD_S = 18.0  # between two kills
-CALM_S = 60.0  # for everything to be let go
+CALM_S = 60.0  # for everything to be released
 SAMPLED = ("num_preemptions_total", "kv_blocks_loaded_total", "kv_blocks_fetched_total",
            "kv_blocks_kept_total", "pinned_prefix_hits_total")  # fmt: skip
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
@@ -41,7 +41,7 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
 
 
 class Chaos:
-    """One run. wrong: what must not have happened."""
+    """One run. wrong: the faults that were found."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self._options = options
@@ -51,7 +51,7 @@ class Chaos:
         self._expected: dict[int, Answer] = {}
         self._counts: collections.Counter[str] = collections.Counter()
         self._server: Server | None = None
-        self._open = asyncio.Event()  # clients may ask
+        self._open = asyncio.Event()  # clients may send requests
         self._num_asking = 0
         self._used: collections.Counter[str] = collections.Counter()  # of the core's metrics
         self._slowest_s = {"health": 0.0, "refusal": 0.0}
@@ -59,9 +59,9 @@ class Chaos:
         self.wrong: list[str] = []
 
     async def run(self) -> dict[str, Any]:
-        """The summary."""
+        """Return the summary."""
         shared = set(os.listdir("/dev/shm"))
-        await self._ask_quietly()
+        await self._collect_expected()
         await self._start()
         until_s = time.monotonic() + 60 * self._options.minutes
         clients = [asyncio.create_task(self._client(i)) for i in range(self._options.clients)]
@@ -97,8 +97,8 @@ class Chaos:
 
     # ---- servers -----------------------------------------------------------------------------
 
-    async def _ask_quietly(self) -> None:
-        """What each case answers alone, on a server with room."""
+    async def _collect_expected(self) -> None:
+        """Collect the answer of each case from an undisturbed server with enough memory."""
         server = await asyncio.to_thread(Server, "--max-model-len", "512", is_fork=False)
         asker = Asker(server.url, None)
         for case in self._cases:
@@ -117,7 +117,7 @@ class Chaos:
         )  # fmt: skip
 
     def kill(self) -> None:
-        """Leave no server behind, whatever happened."""
+        """Kill the server, whatever happened."""
         if self._server is not None:
             self._server.process.kill()
             self._server.process.wait()
@@ -153,7 +153,7 @@ class Chaos:
         except Cut as error:
             is_busy = "are waiting already" in str(error)
             self._counts["busy" if is_busy else "cut"] += 1
-            if is_busy and case.kind != "pieces":  # which are sent slowly
+            if is_busy and case.kind != "pieces":  # pieces are sent slowly
                 self._note("refusal", began)
             await asyncio.sleep(0.2)
         except Wrong as error:
@@ -162,7 +162,7 @@ class Chaos:
             self.wrong.append(f"case {case.number} was not answered")
 
     async def _pins(self) -> None:
-        """Pins beginnings of what is asked, and removes them again."""
+        """Pin prefixes of the cases' prompts, and remove most of them."""
         rng = random.Random(7 * self._options.seed)
         while True:
             async with self._asking():
@@ -183,7 +183,7 @@ class Chaos:
             await asyncio.sleep(0.5)
 
     async def _health(self) -> None:
-        """How long the server takes to say whether it lives."""
+        """Measure how long /health takes."""
         while True:
             async with self._asking():
                 began = time.monotonic()
@@ -203,14 +203,14 @@ class Chaos:
         server, self._counts[f"killed {victim}"] = self.server, self._counts[f"killed {victim}"] + 1
         server.children = _children(server)
         if victim == "supervisor":
-            self._open.clear()  # what is asked of nobody tells nothing
+            self._open.clear()  # requests without a server prove nothing
             family = _family(server)
             kill(server.process.pid)
             await asyncio.to_thread(server.process.wait, 20)
             gone = lambda: not any(map(is_running, family))  # noqa: E731
             await asyncio.to_thread(wait_until, gone, "the children have died", 10)
             if server.get("/health") != 0:
-                self.wrong.append("somebody listens after the supervisor's death")
+                self.wrong.append("a process listens after the supervisor's death")
             await self._start()
             self._open.set()
         elif victim == "api":
@@ -229,7 +229,7 @@ class Chaos:
         await asyncio.to_thread(wait_until, is_well, f"{victim} is replaced", 90)
 
     async def _replaced(self, pid: int, number: int) -> None:
-        """Signal a process; returns when the supervisor has noticed that it has ended."""
+        """Signal a process; return when the supervisor has noticed its end."""
         server = self.server
 
         def num_notices() -> int:
@@ -237,19 +237,21 @@ class Chaos:
 
         before = num_notices()
         kill(pid, number)
-        await asyncio.to_thread(wait_until, lambda: num_notices() > before, "it is noticed", 60)
+        await asyncio.to_thread(
+            wait_until, lambda: num_notices() > before, "the end is noticed", 60
+        )
 
     async def _calm(self) -> None:
-        """Nobody asks any more: nothing may be held."""
+        """Wait until no request is open; then nothing may be in use."""
         self._open.clear()
         try:
             await asyncio.wait_for(self._until_quiet(), 130)
             await self._unpin()
-            let_go = lambda: not any(self.server.metric(f"quire:{name}") for name in GAUGES)  # noqa: E731
-            await asyncio.to_thread(wait_until, let_go, "all is let go", CALM_S)
+            is_released = lambda: not any(self.server.metric(f"quire:{name}") for name in GAUGES)  # noqa: E731
+            await asyncio.to_thread(wait_until, is_released, "everything is released", CALM_S)
         except (AssertionError, TimeoutError) as error:
             held = {name: self.server.metric(f"quire:{name}") for name in GAUGES}
-            self.wrong.append(f"at rest something is held ({error}): {held}")
+            self.wrong.append(f"at rest something is in use ({error}): {held}")
         for name in SAMPLED:
             self._used[name] = int(max(self._used[name], self.server.metric(f"quire:{name}")))
         self.server.children = _children(self.server)
@@ -279,8 +281,8 @@ class Chaos:
         if status != 0:
             self.wrong.append(f"the server ended with status {status}")
         if any(map(is_running, family)):
-            self.wrong.append("a process is abandoned")
-        for home in self._folder.glob("quire-*"):  # of supervisors that were killed: not that young
+            self.wrong.append("a process outlived the server")
+        for home in self._folder.glob("quire-*"):  # age those of killed supervisors
             for path in (home / "core.sock", home):
                 os.utime(path, (0, 0))
         remove_abandoned_sockets()
@@ -301,12 +303,12 @@ def _children(server: Server) -> dict[int, str]:
         found.update(children_of(server.process.pid))
         return len(found) == 3 and all("quire.serve" in command for command in found.values())
 
-    wait_until(complete, "all three processes are there", 60)
+    wait_until(complete, "all three processes run", 60)
     return found
 
 
 def _family(server: Server) -> set[int]:
-    """The supervisor's children, and theirs."""
+    """Return the pids of the supervisor's children and grandchildren."""
     children = set(children_of(server.process.pid))
     return children.union(*(children_of(pid) for pid in children))
 
@@ -324,7 +326,7 @@ def _rss_mb(server: Server) -> dict[str, float]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Where this process and its children put what is temporary."""
+    """Yield the folder for temporary files of this process and its children."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         yield Path(folder)

@@ -246,8 +246,8 @@ endpoint answers 501 with the reason, or 400 where another API has its path. An 
 
 @dataclass(frozen=True)
 class Documented:
-    """A route of an API. instead: what to use if quire has no such route; empty if it has. other:
-    why a body of this API is refused; empty if it is not."""
+    """A route of an API. instead: the alternative if quire lacks the route, else empty. other: why
+    quire rejects a body of this API, else empty."""
 
     method: str
     path: str
@@ -317,7 +317,7 @@ def counts_of(route: APIRoute) -> str:
 
 
 def cells_of(app: FastAPI, each: Documented) -> tuple[str, str]:
-    """Return what the server does with a route, and the numbers of its fields."""
+    """Return how the server handles a route, and the numbers of its fields."""
     if reason := refusal(app, each):
         return f"refused: {reason.rstrip('.')}", ""
     if each.other:

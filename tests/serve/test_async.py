@@ -1,4 +1,4 @@
-"""With plans in flight and the model on a thread of its own, every text is that of depth 1."""
+"""With plans in flight and the model on its own thread, each text equals that of depth 1."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoi
 SHARED = "The quick brown fox jumps"
 PROMPTS = [SHARED, SHARED + " over", "Hello", SHARED + " over the lazy dog", "0 1 2 3 4 5", "a"]
 
-# Every way to decode, each for another prompt, so that all run beside each other.
+# Every decoding method, each with another prompt, so that all of them run together.
 PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"seed": 1},
@@ -31,7 +31,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "one token": {"seed": 9, "max_tokens": 1},
     "long": {"seed": 10, "max_tokens": 40},
 }  # fmt: skip
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "chunks": {"max_num_batched_tokens": 13, "max_num_seqs": 6},
@@ -51,7 +51,7 @@ def open_llm(**settings: Any) -> LLM:
 
 
 def stops() -> list[dict[str, Any]]:
-    """A stop string and a stop token from the middle of what is written without them."""
+    """Return parameters with a stop string and a stop token from the middle of the free text."""
     with open_llm() as llm:
         free = llm.generate("Hello", SamplingParams(seed=11, max_tokens=24), use_tqdm=False)
     done = free[0].outputs[0]
@@ -60,16 +60,18 @@ def stops() -> list[dict[str, Any]]:
 
 
 @functools.cache
-def asked() -> tuple[list[str], list[SamplingParams]]:
-    """A prompt and parameters for each of the ways."""
-    ways = [*PARAMS.values(), *stops()]
-    params = [SamplingParams(**({"max_tokens": 24, "ignore_eos": True} | way)) for way in ways]
+def cases() -> tuple[list[str], list[SamplingParams]]:
+    """Return a prompt and parameters for each decoding method."""
+    methods = [*PARAMS.values(), *stops()]
+    params = [
+        SamplingParams(**({"max_tokens": 24, "ignore_eos": True} | method)) for method in methods
+    ]
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(PARAMS))] + ["Hello", "Hello"]
     return prompts, params
 
 
 def shown(output: RequestOutput) -> list[Any]:
-    """What a user can see of an output, without numbers that are not exact."""
+    """Return what a user sees of an output, without inexact numbers."""
     return [
         output.prompt_token_ids,
         [
@@ -87,7 +89,7 @@ def ranks(positions: list[Any] | None) -> Any:
 
 
 def numbers(output: RequestOutput) -> list[float]:
-    """All log-probabilities of an output."""
+    """Return all log-probabilities of an output."""
     found: list[float] = []
     completions: list[CompletionOutput] = output.outputs
     for completion in completions:
@@ -100,21 +102,21 @@ def numbers(output: RequestOutput) -> list[float]:
     return found
 
 
-def run(llm: LLM, leave: bool = False) -> list[RequestOutput]:
-    """All of them together. leave: every third step a request is aborted."""
+def run(llm: LLM, with_aborts: bool = False) -> list[RequestOutput]:
+    """Run all requests together. with_aborts: a request is aborted at every third step."""
     client, done, names = llm.engine.client, dict[str, RequestOutput](), []
-    for prompt, params in zip(*asked(), strict=True):
+    for prompt, params in zip(*cases(), strict=True):
         request = llm.engine.requests.make(llm.engine.renderer.render(prompt), params.clone())
         client.add(request, prompt)
         names.append(request.request_id)
-    for num_steps in range(MOST_STEPS):
+    for num_steps in range(MAX_STEPS):
         if len(done) == len(names):
             return [done[name] for name in names]
         done |= {output.request_id: output for output in client.step() if output.finished}
-        leaving = names[num_steps % len(names)]
-        if leave and num_steps % 3 == 2 and leaving not in done:
-            done |= {request.request_id: request.output() for request in client.abort([leaving])}
-    raise AssertionError("a request starves")
+        aborted = names[num_steps % len(names)]
+        if with_aborts and num_steps % 3 == 2 and aborted not in done:
+            done |= {request.request_id: request.output() for request in client.abort([aborted])}
+    raise AssertionError("a request does not finish")
 
 
 @functools.cache
@@ -125,7 +127,7 @@ def at_depth_1() -> list[RequestOutput]:
 
 def assert_idle(llm: LLM) -> None:
     core = llm.engine.client.core
-    while core.has_work:  # what is in flight for sequences that have ended
+    while core.has_work:  # plans in flight for sequences that have ended
         core.step()
     core.scheduler.check_invariants()
     assert all(pool.num_used == 0 for pool in core.scheduler.memory.kv.pools), "blocks leak"
@@ -146,12 +148,12 @@ QUICK = (("swap", 3),)  # chunks at depth 3: test_exactness.py
         for depth in (1, 2, 3)
     ],
 )
-def test_every_way_of_decoding(settings: str, depth: int) -> None:
+def test_every_decoding_method_matches_depth_1(settings: str, depth: int) -> None:
     wanted = at_depth_1()
     with open_llm(pipeline_depth=depth, **SETTINGS[settings]) as llm:
         is_threaded = isinstance(llm.engine.client.core.executor, ThreadedExecutor)
         assert is_threaded == (depth > 1)
-        for _ in range(2):  # the second time with prefix hits
+        for _ in range(2):  # the second run has prefix hits
             outputs = run(llm)
             for mine, theirs in zip(outputs, wanted, strict=True):
                 assert shown(mine) == shown(theirs)
@@ -173,11 +175,11 @@ def test_every_way_of_decoding(settings: str, depth: int) -> None:
         pytest.param("recompute", 2, marks=pytest.mark.slow),
     ],
 )
-def test_aborts_in_the_middle(settings: str, depth: int) -> None:
-    """Every third request ends while it runs or waits; what it got is the beginning of its text,
-    and the others are as if it had not been."""
+def test_aborts_leave_other_requests_unchanged(settings: str, depth: int) -> None:
+    """Requests are aborted while they run or wait. Their tokens are the first ones of the full
+    output."""
     with open_llm(pipeline_depth=depth, **SETTINGS[settings]) as llm:
-        outputs = run(llm, leave=True)
+        outputs = run(llm, with_aborts=True)
         assert_idle(llm)
     reasons = set()
     for mine, theirs in zip(outputs, at_depth_1(), strict=True):
@@ -191,9 +193,9 @@ def test_aborts_in_the_middle(settings: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_a_stream_that_is_left_early(depth: int) -> None:
-    """The sequence's rows in flight are void; a later request gets its own text."""
-    prompts, params = asked()
+def test_closed_stream_does_not_affect_later_requests(depth: int) -> None:
+    """The results in flight for the closed stream are dropped."""
+    prompts, params = cases()
     wanted = at_depth_1()
     with open_llm(pipeline_depth=depth, max_num_seqs=1) as llm:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""`AsyncLLM` in asyncio programs: the answers of `LLM`, concurrent requests, and every kind of end.
+"""`AsyncLLM` in asyncio programs: the answers of `LLM`, concurrent requests, and all kinds of end.
 
 Covers `serve/processes/managed_core.py`.
 """
@@ -90,8 +90,8 @@ def run(program: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.fixture
 def homes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the private directories of this test's cores are; none must be left."""
-    text_checkpoint(), checkpoint("llama")  # kept for all tests, elsewhere
+    """Yield the folder of the cores' private directories; check that none of them is left."""
+    text_checkpoint(), checkpoint("llama")  # shared by all tests, in another folder
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for a socket
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -99,14 +99,14 @@ def homes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The final output."""
+    """Return the final output."""
     found = [output async for output in outputs]
     assert [output.finished for output in found] == [False] * (len(found) - 1) + [True]
     return found[-1]
 
 
 async def idle(engine: AsyncLLM) -> None:
-    """Returns when nothing runs in the core, and this side has forgotten all requests."""
+    """Wait until the core runs no request; the client must have none left either."""
     assert engine._link is not None
     assert engine._link.num_unfinished == 0
     async with asyncio.timeout(END_S):
@@ -117,7 +117,7 @@ async def idle(engine: AsyncLLM) -> None:
 # ---- answers -----------------------------------------------------------------------------------
 
 
-def test_it_gives_what_llm_gives(llm: AsyncLLM) -> None:
+def test_asyncllm_matches_llm(llm: AsyncLLM) -> None:
     sampled = [params(temperature=0.9, seed=i, n=1 + i % 2, logprobs=2) for i in range(4)]
     with LLM(str(text_checkpoint()), **SETTINGS) as offline:
         expected = offline.generate(PROMPTS, sampled, use_tqdm=False)
@@ -135,7 +135,7 @@ def test_it_gives_what_llm_gives(llm: AsyncLLM) -> None:
     run(program)
 
 
-def test_the_three_kinds_of_output(llm: AsyncLLM) -> None:
+def test_output_kinds_contain_the_same_tokens(llm: AsyncLLM) -> None:
     async def program() -> None:
         final = [o async for o in llm.generate(FOX, params(20, "FINAL_ONLY"))]
         [whole] = final[0].outputs
@@ -153,7 +153,7 @@ def test_the_three_kinds_of_output(llm: AsyncLLM) -> None:
     run(program)
 
 
-def test_many_at_once_are_each_as_alone(llm: AsyncLLM) -> None:
+def test_concurrent_requests_match_single_ones(llm: AsyncLLM) -> None:
     async def ask(i: int) -> list[int]:
         output = await last(llm.generate([5 + i, 17, 3], params(8 + i % 5, seed=i)))
         return output.outputs[0].token_ids
@@ -167,7 +167,7 @@ def test_many_at_once_are_each_as_alone(llm: AsyncLLM) -> None:
     run(program)
 
 
-def test_the_models_defaults_and_running_numbers(llm: AsyncLLM) -> None:
+def test_default_parameters_request_ids_and_health(llm: AsyncLLM) -> None:
     async def program() -> None:
         first = await last(llm.generate(FOX))
         second = await last(llm.generate(FOX))
@@ -182,7 +182,7 @@ def test_the_models_defaults_and_running_numbers(llm: AsyncLLM) -> None:
     run(program)
 
 
-def test_a_long_text_is_tokenised_beside_the_event_loop(llm: AsyncLLM) -> None:
+def test_overlong_text_is_rejected(llm: AsyncLLM) -> None:
     async def program() -> None:
         with pytest.raises(RequestError, match="the prompt has .* tokens"):
             await last(llm.generate("word " * 4000, params()))
@@ -193,7 +193,7 @@ def test_a_long_text_is_tokenised_beside_the_event_loop(llm: AsyncLLM) -> None:
 # ---- ends of requests --------------------------------------------------------------------------
 
 
-def test_abort_ends_the_reader_with_what_there_is(llm: AsyncLLM) -> None:
+def test_abort_returns_the_partial_output(llm: AsyncLLM) -> None:
     async def program() -> None:
         outputs = llm.generate(FOX, params(100), "mine")
         await anext(outputs)
@@ -210,7 +210,7 @@ def test_abort_ends_the_reader_with_what_there_is(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_who_stops_reading_ends_the_request(llm: AsyncLLM, how: str) -> None:
+def test_closing_or_cancelling_a_reader_aborts_the_request(llm: AsyncLLM, how: str) -> None:
     async def program() -> None:
         begun = asyncio.Event()
 
@@ -232,7 +232,7 @@ def test_who_stops_reading_ends_the_request(llm: AsyncLLM, how: str) -> None:
     run(program)
 
 
-def test_errors_of_one_do_not_touch_the_others(llm: AsyncLLM) -> None:
+def test_rejected_requests_do_not_affect_others(llm: AsyncLLM) -> None:
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         ([10**6], {}, "vocabulary"),
         ("", {}, "empty"),
@@ -256,7 +256,7 @@ def test_errors_of_one_do_not_touch_the_others(llm: AsyncLLM) -> None:
     run(program)
 
 
-def test_late_work_ends_with_timeout(llm: AsyncLLM) -> None:
+def test_request_past_its_deadline_ends_with_timeout(llm: AsyncLLM) -> None:
     async def program() -> None:
         output = await last(llm.generate(FOX, params(100), timeout_s=1e-6))
         [completion] = output.outputs
@@ -267,7 +267,7 @@ def test_late_work_ends_with_timeout(llm: AsyncLLM) -> None:
     run(program)
 
 
-def test_more_than_may_wait_are_refused() -> None:
+def test_full_queue_rejects_requests() -> None:
     async def program() -> None:
         settings = SETTINGS | {"max_num_seqs": 1, "max_num_queued_reqs": 1}
         async with await AsyncLLM.create(str(text_checkpoint()), **settings) as engine:
@@ -283,7 +283,7 @@ def test_more_than_may_wait_are_refused() -> None:
 # ---- ends of engines ---------------------------------------------------------------------------
 
 
-def test_the_event_loop_goes_on_while_the_model_loads() -> None:
+def test_event_loop_runs_while_the_model_loads() -> None:
     async def program() -> None:
         ticks = 0
 
@@ -304,7 +304,7 @@ def test_the_event_loop_goes_on_while_the_model_loads() -> None:
     run(program)
 
 
-def test_a_start_that_is_cancelled_leaves_nothing(homes: Path) -> None:
+def test_cancelled_start_leaves_no_core(homes: Path) -> None:
     async def program() -> None:
         before = cores_of_this()
         task = asyncio.create_task(AsyncLLM.create(str(text_checkpoint()), **SETTINGS))
@@ -318,7 +318,7 @@ def test_a_start_that_is_cancelled_leaves_nothing(homes: Path) -> None:
     run(program)
 
 
-def test_vllms_ways_to_make_one() -> None:
+def test_vllm_constructors_create_an_engine() -> None:
     args = AsyncEngineArgs(str(text_checkpoint()), tensor_parallel_size=1, **SETTINGS)
     args.max_num_seqs = 2
 
@@ -338,7 +338,7 @@ def test_vllms_ways_to_make_one() -> None:
         AsyncLLM.from_engine_args(args)
 
 
-def test_what_keeps_it_from_starting_is_raised_here(homes: Path) -> None:
+def test_startup_errors_are_raised_by_the_constructor(homes: Path) -> None:
     with pytest.raises(ConfigError, match="no setting 'max_modle_len'"):
         AsyncLLM("demo", max_modle_len=5)
     with pytest.raises(ModelNotFound):
@@ -347,13 +347,13 @@ def test_what_keeps_it_from_starting_is_raised_here(homes: Path) -> None:
         AsyncLLM(str(checkpoint("llama")), **SETTINGS, kv_cache_memory_bytes=1)
 
 
-def test_a_core_that_dies_ends_those_who_wait(homes: Path) -> None:
+def test_dead_core_fails_open_and_new_requests(homes: Path) -> None:
     async def program() -> None:
         engine = await AsyncLLM.create(str(text_checkpoint()), **SETTINGS)
         readers = [engine.generate(FOX, params(100)) for _ in range(3)]
         for reader in readers:
             await anext(reader)
-        kill(core_of(engine), signal.SIGSTOP)  # so that none of them is quicker
+        kill(core_of(engine), signal.SIGSTOP)  # so that no request finishes first
         kill(core_of(engine))
         for reader in readers:
             with pytest.raises(EngineDead, match="has ended"):
@@ -373,11 +373,11 @@ def test_a_core_that_dies_ends_those_who_wait(homes: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["shutdown", "block"])
-def test_a_shutdown_ends_open_requests(homes: Path, how: str) -> None:
+def test_shutdown_fails_open_requests(homes: Path, how: str) -> None:
     async def program() -> None:
         engine = await AsyncLLM.create(str(text_checkpoint()), **SETTINGS)
         reader = engine.generate(FOX, params(100))
-        waiting = [engine.generate(FOX, params(100)) for _ in range(6)]  # more than rows
+        waiting = [engine.generate(FOX, params(100)) for _ in range(6)]  # more requests than rows
         await anext(reader)
         readers = [asyncio.create_task(last(outputs)) for outputs in waiting]
         await asyncio.sleep(0)
@@ -398,7 +398,7 @@ def test_a_shutdown_ends_open_requests(homes: Path, how: str) -> None:
     run(program)
 
 
-def test_one_loop_at_a_time_but_several_one_after_the_other(llm: AsyncLLM) -> None:
+def test_engine_serves_one_event_loop_at_a_time(llm: AsyncLLM) -> None:
     async def ask() -> list[int]:
         return (await last(llm.generate(FOX, params(5)))).outputs[0].token_ids
 
@@ -413,7 +413,7 @@ def test_one_loop_at_a_time_but_several_one_after_the_other(llm: AsyncLLM) -> No
     run(from_another_thread)
 
 
-def test_one_that_is_forgotten_ends() -> None:
+def test_unreferenced_engine_ends_its_core() -> None:
     engine = AsyncLLM(str(text_checkpoint()), **SETTINGS)
     pid = core_of(engine)
     del engine
@@ -455,7 +455,7 @@ PROGRAM = """
     ],
 )
 def test_no_core_outlives_its_program(end: str, status: int) -> None:
-    """However the program ends; made in a thread of its own, which must not take the core along."""
+    """The engine is created on a thread, whose end must not end the core."""
     program = textwrap.dedent(PROGRAM).format(model=str(text_checkpoint()), end=end)
     command = [sys.executable, "-c", program]
     if end in ("pass", "sys.exit(7)"):  # a fork does not shut the interpreter down

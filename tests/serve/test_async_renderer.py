@@ -1,4 +1,4 @@
-"""Long texts next to an event loop: the order of the queues, and refused texts."""
+"""Long texts next to an event loop: the order of the queues, and rejected texts."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ from tests.support.render import tiny_tokenizers as tiny
 SHORT, LONG = MAX_CHARS_ON_LOOP + 1, MAX_CHARS_SHORT + 1
 
 
-def held(gate: threading.Event) -> Callable[[], int]:
+def waiting_work(gate: threading.Event) -> Callable[[], int]:
     def work() -> int:
         assert gate.wait(30)
         return threading.get_ident()
@@ -32,11 +32,13 @@ def held(gate: threading.Event) -> Callable[[], int]:
     return work
 
 
-def test_small_work_needs_no_thread_and_waits_for_nobody() -> None:
+def test_small_work_runs_on_the_loop_without_waiting() -> None:
     async def go() -> None:
         text_threads, gate = TextThreads(), threading.Event()
         sizes = [LONG, LONG, *[SHORT] * (NUM_SHORT_THREADS + 1)]
-        blocked = [asyncio.create_task(text_threads.run(size, held(gate))) for size in sizes]
+        blocked = [
+            asyncio.create_task(text_threads.run(size, waiting_work(gate))) for size in sizes
+        ]
         await asyncio.sleep(0)
         assert (
             await text_threads.run(MAX_CHARS_ON_LOOP, threading.get_ident) == threading.get_ident()
@@ -47,10 +49,12 @@ def test_small_work_needs_no_thread_and_waits_for_nobody() -> None:
     asyncio.run(go())
 
 
-def test_short_texts_do_not_wait_behind_long_ones() -> None:
+def test_short_texts_do_not_wait_for_long_ones() -> None:
     async def go() -> None:
         text_threads, gate = TextThreads(), threading.Event()
-        blocked = [asyncio.create_task(text_threads.run(LONG, held(gate))) for _ in range(3)]
+        blocked = [
+            asyncio.create_task(text_threads.run(LONG, waiting_work(gate))) for _ in range(3)
+        ]
         await asyncio.sleep(0)
         assert await text_threads.run(SHORT, lambda: "done") == "done"
         assert not any(task.done() for task in blocked)
@@ -60,15 +64,17 @@ def test_short_texts_do_not_wait_behind_long_ones() -> None:
     asyncio.run(go())
 
 
-def test_what_is_open_is_bounded_and_let_go() -> None:
+def test_open_texts_are_bounded_and_released() -> None:
     async def go() -> None:
         text_threads, gate = TextThreads(max_open_chars=3 * SHORT), threading.Event()
-        blocked = [asyncio.create_task(text_threads.run(SHORT, held(gate))) for _ in range(3)]
+        blocked = [
+            asyncio.create_task(text_threads.run(SHORT, waiting_work(gate))) for _ in range(3)
+        ]
         await asyncio.sleep(0)
         assert (text_threads.num_open, text_threads.num_open_chars) == (3, 3 * SHORT)
         with pytest.raises(EngineBusy, match="3 long prompts"):
             await text_threads.run(SHORT, threading.get_ident)
-        blocked[0].cancel()  # its work runs on, and its text is there as long
+        blocked[0].cancel()  # its work continues, and its text counts until the end
         await asyncio.gather(blocked[0], return_exceptions=True)
         with pytest.raises(EngineBusy):
             await text_threads.run(SHORT, threading.get_ident)
@@ -80,7 +86,7 @@ def test_what_is_open_is_bounded_and_let_go() -> None:
     asyncio.run(go())
 
 
-def test_errors_come_back() -> None:
+def test_errors_of_the_work_are_raised() -> None:
     async def go() -> None:
         text_threads = TextThreads()
         for size in (1, SHORT, LONG):
@@ -91,7 +97,7 @@ def test_errors_come_back() -> None:
 
 
 class CountedTokenizer:
-    """Stands for a tokenizer with one token per character, which counts its calls."""
+    """A fake tokenizer with one token per character that counts its calls."""
 
     def __init__(self) -> None:
         self.bound = self
@@ -109,7 +115,7 @@ class CountedTokenizer:
         return [0] * len(text)
 
 
-def test_the_bound_of_a_text_is_computed_only_if_it_may_be_too_long() -> None:
+def test_token_bound_is_computed_only_for_texts_that_may_be_too_long() -> None:
     tokenizer, limit = CountedTokenizer(), 1000
     renderer = AsyncRenderer(Renderer(tokenizer), TextThreads())  # type: ignore[arg-type]
 
@@ -122,10 +128,10 @@ def test_the_bound_of_a_text_is_computed_only_if_it_may_be_too_long() -> None:
     for num_chars, num_encoded in ((limit + 1, 2), (usual, 3), (usual + 1, 3)):
         with pytest.raises(RequestError, match=f"are {num_chars} tokens or more"):
             render(num_chars)
-        assert tokenizer.num_encoded == num_encoded  # the longest is refused before
+        assert tokenizer.num_encoded == num_encoded  # the longest text is rejected before
 
 
-def test_a_known_text_with_a_short_end_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_text_with_a_short_suffix_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(vocabularies.qwen3(), TokenizerFiles(tiny.directory("llama")))
     renderer = AsyncRenderer(Renderer(tokenizer), TextThreads())
     encode, threads = tokenizer.encode, list[int]()

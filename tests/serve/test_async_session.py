@@ -1,4 +1,4 @@
-"""Sessions of `AsyncLLM`, which work as in `LLM`: early exits, two at once, and retained tokens.
+"""Sessions of `AsyncLLM` work as in `LLM`: early exits, concurrent turns, and retained tokens.
 
 Covers `serve/python/session_tokens.py`.
 """
@@ -30,11 +30,11 @@ def llm() -> Iterator[AsyncLLM]:
 
 
 def run(engine: AsyncLLM, program: Callable[[], Awaitable[None]]) -> None:
-    """Run a program, after which nothing is held."""
+    """Run a program, after which no request is retained."""
 
     async def limited() -> None:
         await asyncio.wait_for(program(), 60)
-        assert await (await engine._connected()).held() == [], "closed sessions hold nothing"
+        assert await (await engine._connected()).held() == [], "a closed session retains a request"
 
     asyncio.run(limited())
 
@@ -51,11 +51,11 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 async def held(engine: AsyncLLM) -> list[int]:
-    """How many tokens are held, of each."""
+    """Return the number of retained tokens of each request."""
     return [one.num_tokens for one in await (await engine._connected()).held()]
 
 
-def test_it_is_what_llms_session_is(llm: AsyncLLM) -> None:
+def test_async_session_matches_the_session_of_llm(llm: AsyncLLM) -> None:
     chat = [{"role": "user", "content": "Tell me a story about a fox."}]
     more = [{"role": "user", "content": "And a bear?"}]
     with LLM("demo", **SETTINGS) as other, other.session() as story, other.session() as talk:
@@ -73,7 +73,7 @@ def test_it_is_what_llms_session_is(llm: AsyncLLM) -> None:
             await last((await story.append(START)).generate(params()))
             before = len(story.token_ids)
             found = await last((await story.append(" The bear")).generate(params(seed=2)))
-            assert found.num_cached_tokens == before - 1, "nobody has computed the last one"
+            assert found.num_cached_tokens == before - 1, "all but the last token are cached"
             async with story.fork(20).rewind(2) as branch:
                 found = await last((await branch.append([40, 41])).generate(params(seed=3)))
                 assert found.num_cached_tokens == 18
@@ -81,14 +81,14 @@ def test_it_is_what_llms_session_is(llm: AsyncLLM) -> None:
                 await last((await talk.append(more)).generate(params(seed=2)))
                 assert (story.token_ids, branch.token_ids, talk.token_ids) == expected
                 assert sorted(await held(llm)) == sorted(map(len, expected))
-                await story.close()  # whoever shares with it goes on
+                await story.close()  # the sessions that share its blocks continue
                 assert len(await held(llm)) == 2
 
     run(llm, program)
 
 
 @pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE", "FINAL_ONLY"])
-def test_all_kinds_of_output_become_the_same_tokens(llm: AsyncLLM, kind: str) -> None:
+def test_output_kinds_give_the_same_session_tokens(llm: AsyncLLM, kind: str) -> None:
     async def program() -> None:
         async with llm.session() as story, llm.session() as other:
             await last((await story.append(START)).generate(params(20, kind=kind)))
@@ -98,7 +98,7 @@ def test_all_kinds_of_output_become_the_same_tokens(llm: AsyncLLM, kind: str) ->
     run(llm, program)
 
 
-def test_who_leaves_early_goes_on_without_the_answer(llm: AsyncLLM) -> None:
+def test_closing_a_turn_early_drops_its_answer(llm: AsyncLLM) -> None:
     async def program() -> None:
         async with llm.session() as story:
             await last((await story.append(START)).generate(params()))
@@ -109,12 +109,14 @@ def test_who_leaves_early_goes_on_without_the_answer(llm: AsyncLLM) -> None:
             assert story.token_ids == tokens
             found = await last(story.generate(params(seed=2)))
             assert found.prompt_token_ids == tokens
-            assert found.num_cached_tokens == len(tokens) - 1, "it has still been held"
+            assert found.num_cached_tokens == len(tokens) - 1, (
+                "the earlier tokens were not retained"
+            )
 
     run(llm, program)
 
 
-def test_who_changes_the_tokens_goes_on_without_the_answer(llm: AsyncLLM) -> None:
+def test_rewinding_during_a_turn_drops_its_answer(llm: AsyncLLM) -> None:
     async def program() -> None:
         async with llm.session() as story:
             await story.append(START)
@@ -127,7 +129,7 @@ def test_who_changes_the_tokens_goes_on_without_the_answer(llm: AsyncLLM) -> Non
     run(llm, program)
 
 
-def test_sessions_go_on_beside_each_other(llm: AsyncLLM) -> None:
+def test_forked_sessions_run_concurrently(llm: AsyncLLM) -> None:
     async def turn(session: AsyncSession, seed: int) -> None:
         await last((await session.append(" The")).generate(params(seed=seed)))
 
@@ -145,7 +147,7 @@ def test_sessions_go_on_beside_each_other(llm: AsyncLLM) -> None:
     run(llm, program)
 
 
-def test_errors(llm: AsyncLLM) -> None:
+def test_invalid_calls_are_rejected(llm: AsyncLLM) -> None:
     async def program() -> None:
         async with llm.session() as story:
             with pytest.raises(RequestError, match="no tokens yet"):
@@ -160,7 +162,7 @@ def test_errors(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.slow
-def test_of_several_cores_a_session_stays_at_one() -> None:
+def test_session_stays_on_one_core() -> None:
     settings = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "disable_log_stats": True}
     engine = AsyncLLM(str(checkpoint("llama")), data_parallel_size=2, **settings)
 

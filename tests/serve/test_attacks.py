@@ -1,4 +1,4 @@
-"""A hostile client's requests to the real processes: other clients must not notice."""
+"""A hostile client's requests to the real processes; other clients must not be affected."""
 
 import http.client
 import json
@@ -83,10 +83,10 @@ def num_open_files(pid: int) -> int:
     ],
     ids=["tools", "mixed", "documents"],
 )
-def test_all_that_a_template_gets_counts_as_the_prompt(
+def test_all_template_inputs_count_towards_the_prompt_limit(
     server: Server, fields: dict[str, object]
 ) -> None:
-    """It was rendered and tokenised on the event loop: seconds in which nobody was answered."""
+    """Rendering and tokenising them on the event loop would block all clients for seconds."""
     body = json.dumps({"messages": MESSAGES, "max_tokens": 1, **fields}).encode()
     status, answer = post(server, "/v1/chat/completions", body)
     error = json.loads(answer)["error"]
@@ -102,7 +102,7 @@ def test_all_that_a_template_gets_counts_as_the_prompt(
     ],
     ids=["kwargs", "names"],
 )
-def test_what_has_too_many_values_is_refused_unread(
+def test_body_with_too_many_values_is_rejected_unread(
     server: Server, make_fields: Callable[[], dict[str, object]]
 ) -> None:
     fields = make_fields()
@@ -112,19 +112,20 @@ def test_what_has_too_many_values_is_refused_unread(
 
 
 @pytest.mark.parametrize(
-    ("num", "told"), [(250, ["prompt is required"]), (20_000, ["20000 fields", "the limit is 256"])]
+    ("num", "texts"),
+    [(250, ["prompt is required"]), (20_000, ["20000 fields", "the limit is 256"])],
 )
-def test_a_great_many_wrong_fields_are_counted_not_described(
-    server: Server, num: int, told: list[str]
+def test_many_unknown_fields_are_counted_not_described(
+    server: Server, num: int, texts: list[str]
 ) -> None:
-    """Each cost a search for similar names."""
+    """A description of each would need a search for similar names."""
     body = b"{" + b",".join(b'"k%d":1' % i for i in range(num)) + b"}"
     status, answer = post(server, "/v1/completions", body)
     assert status == 400
-    assert all(text in json.loads(answer)["error"]["message"] for text in told)
+    assert all(text in json.loads(answer)["error"]["message"] for text in texts)
 
 
-def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Server) -> None:
+def test_disconnects_at_any_stage_leak_nothing(server: Server) -> None:
     text, files = greedy(server), {pid: num_open_files(pid) for pid in server.children}
     prompts = ["a b c " * 100, "d", "e"]
     whole = [
@@ -139,7 +140,7 @@ def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Server) ->
             sock = send(server, data[: len(data) // 2] if stage == 0 else data)
             if stage == 2 and i % 4 > 1:
                 sock.recv(300)
-            if i % 2:  # a reset in place of an orderly end
+            if i % 2:  # a reset instead of an orderly close
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
 
@@ -154,17 +155,17 @@ def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Server) ->
     assert greedy(server) == text
 
 
-def test_streams_that_nobody_reads_hold_up_nobody(server: Server) -> None:
+def test_unread_streams_do_not_block_other_clients(server: Server) -> None:
     text = greedy(server)
     data = completion(max_tokens=200, ignore_eos=True, stream=True, logprobs=20)
     unread = [send(server, data) for _ in range(4)]
     assert greedy(server) == text
-    wait_until(lambda: is_idle(server), "they are computed all the same")
+    wait_until(lambda: is_idle(server), "the unread streams have ended")
     for sock in unread:
         sock.close()
 
 
-def test_open_files_are_raised_to_what_is_allowed(server: Server) -> None:
+def test_open_file_limit_is_raised_to_the_maximum(server: Server) -> None:
     [pid] = server.api
     limits = Path(f"/proc/{pid}/limits").read_text()
     [line] = [line for line in limits.splitlines() if line.startswith("Max open files")]
@@ -175,14 +176,14 @@ def test_open_files_are_raised_to_what_is_allowed(server: Server) -> None:
 @pytest.mark.parametrize(
     "number", slow_but((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP), signal.SIGKILL)
 )
-def test_the_end_of_a_server_that_still_loads(number: int, tmp_path: Path) -> None:
-    """Its children's imports take seconds; they die all the same. What a kill -9 leaves in the
-    temporary directory goes when the next server starts."""
+def test_server_killed_while_loading_leaves_no_process(number: int, tmp_path: Path) -> None:
+    """Its children's imports take seconds. The next server removes the temporary directory that a
+    kill -9 leaves."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0"]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: len(children_of(process.pid)) == 2, "both children are there")
+        wait_until(lambda: len(children_of(process.pid)) == 2, "both children run")
         children = children_of(process.pid)
         kill(process.pid, number)
         assert process.wait(20) == (-number if number == signal.SIGKILL else 0)
@@ -193,7 +194,7 @@ def test_the_end_of_a_server_that_still_loads(number: int, tmp_path: Path) -> No
     assert len(list(tmp_path.glob("quire-*"))) == (number == signal.SIGKILL)
 
 
-def test_directories_of_dead_servers_are_removed_and_of_living_ones_kept(
+def test_only_directories_of_dead_servers_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quire.serve.processes.launch import CoreSocket, remove_abandoned_sockets
@@ -211,7 +212,7 @@ def test_directories_of_dead_servers_are_removed_and_of_living_ones_kept(
     living.close()
 
 
-def test_requests_go_on_after_a_core_that_died_under_them() -> None:
+def test_restarted_core_answers_as_before() -> None:
     server = Server("--restart-engine", "--max-num-seqs", "16")
     try:
         text, stream = greedy(server), Stream(server)
@@ -220,7 +221,7 @@ def test_requests_go_on_after_a_core_that_died_under_them() -> None:
         assert "error" in stream.rest()[-1]
         refused, answer = post(server, "/v1/completions", b'{"prompt": "Hi"}')
         assert refused == 503 and json.loads(answer)["error"]["code"] == "engine_dead"
-        wait_until(lambda: server.get("/health") == 200, "it is there again")
+        wait_until(lambda: server.get("/health") == 200, "the core is back")
         assert greedy(server) == text and is_idle(server)
     finally:
         server.stop(signal.SIGKILL)

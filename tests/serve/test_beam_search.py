@@ -1,4 +1,4 @@
-"""Beam search as its users call it: `LLM.beam_search`, and `generate` with use_beam_search."""
+"""Beam search for its users: `LLM.beam_search`, and `generate` with use_beam_search."""
 
 import pytest
 
@@ -15,11 +15,11 @@ def llm() -> LLM:
 
 
 def reference(prompt: list[int], width: int, num_tokens: int) -> list[list[int]]:
-    """The output tokens of transformers' beams, best first."""
+    """Return the output tokens of transformers' beams, best first."""
     return [list(tokens) for tokens, _ in reference_beams(tuple(prompt), width, num_tokens)]
 
 
-def test_beam_search_is_that_of_transformers(llm: LLM) -> None:
+def test_beam_search_matches_transformers(llm: LLM) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=15))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
@@ -29,7 +29,7 @@ def test_beam_search_is_that_of_transformers(llm: LLM) -> None:
         assert logprobs == sorted(logprobs, reverse=True)  # all of one length
 
 
-def test_all_decoding_methods_in_one_batch_are_what_they_are_alone(llm: LLM) -> None:
+def test_mixed_decoding_methods_match_single_requests(llm: LLM) -> None:
     """Greedy, sampled, n and beams together (P 4.4, mixed decoding methods)."""
     methods = [
         SamplingParams(temperature=0, max_tokens=12),
@@ -49,7 +49,7 @@ def test_all_decoding_methods_in_one_batch_are_what_they_are_alone(llm: LLM) -> 
     assert together[5].outputs[0].token_ids == reference(PROMPTS[2], 3, 12)[0]
 
 
-def test_beams_have_text_and_reasons() -> None:
+def test_beams_have_text_and_finish_reasons() -> None:
     with LLM(str(text_checkpoint()), dtype="float64", disable_log_stats=True) as llm:
         [output] = llm.generate(
             ["The fox"], SamplingParams(n=3, use_beam_search=True, max_tokens=8), use_tqdm=False
@@ -62,8 +62,8 @@ def test_beams_have_text_and_reasons() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 2, pytest.param(9, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("width", [8, 11])
-def test_as_wide_as_the_vocabulary(width: int, num_tokens: int) -> None:
-    """And as wide as the engine has rows, for several prompts at once."""
+def test_beam_width_may_equal_vocabulary_and_rows(width: int, num_tokens: int) -> None:
+    """The width is also the number of rows; several prompts run together."""
     folder = checkpoint("llama", 11)
     prompts = [[1, 5, 9], [2, 7, 7, 0]]
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -77,8 +77,8 @@ def test_as_wide_as_the_vocabulary(width: int, num_tokens: int) -> None:
         assert [beam.token_ids for beam in same.outputs] == [list(tokens) for tokens, _ in found]
 
 
-def test_wider_than_the_vocabulary() -> None:
-    """Refused before anything runs, also what is asked for beside it."""
+def test_beam_width_above_the_vocabulary_is_rejected() -> None:
+    """No prompt of the batch runs."""
     prompts = [{"prompt_token_ids": [1, 5]}] * 2
     wide = BeamSearchParams(beam_width=12, max_tokens=1)
     stopped = SamplingParams(n=1, beam_width=9, use_beam_search=True, stop_token_ids=[0, 3, 10])

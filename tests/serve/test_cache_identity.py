@@ -1,5 +1,5 @@
-"""Only an engine of the same model finds cached keys and values. Any change of the model's config,
-or of the stored format, leads to a miss."""
+"""Only an engine of the same model hits cached blocks. Any change of the model's config, or of the
+stored format, leads to a miss."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Watched(dict[str, Any]):
-    """A config that notes what is read of it, also of the dictionaries in it."""
+    """A config that records which keys are read, also of its inner dictionaries."""
 
     def __init__(self, values: dict[str, Any], seen: set[Path_], path: Path_ = ()) -> None:
         inner = {
@@ -84,7 +84,7 @@ class Watched(dict[str, Any]):
 
 
 def fields_read(config: dict[str, Any]) -> set[Path_]:
-    """The paths of what is read while the model is made, from its config to its layers."""
+    """Return the paths that are read while a model is built, from its config to its layers."""
     seen: set[Path_] = set()
     spec = parse_spec(Watched(config, seen))
     make_model(spec, torch.float32, torch.device("meta"))
@@ -93,7 +93,7 @@ def fields_read(config: dict[str, Any]) -> set[Path_]:
 
 
 def changed(config: dict[str, Any], path: Path_, value: Any = "another") -> dict[str, Any]:
-    """The config with another value in one place."""
+    """Return the config with another value at a path."""
     key, *rest = path
     if rest:
         inner = config.get(key)
@@ -102,7 +102,7 @@ def changed(config: dict[str, Any], path: Path_, value: Any = "another") -> dict
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_field_that_a_model_reads_is_part_of_its_identity(name: str) -> None:
+def test_every_config_field_read_is_part_of_the_identity(name: str) -> None:
     config = CONFIGS[name]
     fields = fields_read(config)
     sizes = {("num_hidden_layers",), ("n_layer",)}
@@ -116,19 +116,19 @@ def test_each_field_that_a_model_reads_is_part_of_its_identity(name: str) -> Non
 
 
 def replaced(spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
-    """The same numbers from another config: not even what parsing leaves out is lost."""
+    """Return the same spec with another raw config, including fields that parsing ignores."""
     return dataclasses.replace(spec, raw=config)
 
 
 @pytest.mark.parametrize(
     "name", [field.name for field in dataclasses.fields(ModelSpec) if field.name != "encoder"]
-)  # which follows from the others
-def test_each_field_of_a_spec_is_part_of_its_identity(name: str) -> None:
+)  # the encoder follows from other fields
+def test_every_spec_field_is_part_of_the_identity(name: str) -> None:
     spec = parse_spec(CONFIGS["qwen3_moe"])
     assert dataclasses.replace(spec, **{name: {"other": 1}}).identity != spec.identity
 
 
-# ---- the same with engines -------------------------------------------------------------------
+# ---- engines ---------------------------------------------------------------------------------
 
 MOE_CHANGES: dict[str, Any] = {
     "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
@@ -149,9 +149,9 @@ GPT2_CHANGES = {
 CHANGES = {"qwen3_moe": MOE_CHANGES, "opt": OPT_CHANGES, "gpt2": GPT2_CHANGES}
 
 
-def copied(folder: Path, architecture: str, place: str, changes: dict[str, Any]) -> Path:
-    """The checkpoint in a directory of the same name, its weights with the same times."""
-    target = folder / place / "model"
+def copied(folder: Path, architecture: str, parent: str, changes: dict[str, Any]) -> Path:
+    """Copy the checkpoint to a directory of the same name; the weights keep their times."""
+    target = folder / parent / "model"
     shutil.copytree(checkpoint(architecture), target)
     path = target / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -159,7 +159,7 @@ def copied(folder: Path, architecture: str, place: str, changes: dict[str, Any])
 
 
 def run(model: Path, directory: Path, **settings: Any) -> tuple[int, list[int]]:
-    """Cached tokens of the last prompt, and the tokens that came."""
+    """Return the number of cached tokens, and the output tokens."""
     few: dict[str, Any] = {"max_model_len": 64, "block_size": 4, "dtype": "float32"}
     few |= {"kv_disk_dir": str(directory), "disable_log_stats": True}
     with LLM(str(model), **(few | settings)) as llm:
@@ -169,9 +169,9 @@ def run(model: Path, directory: Path, **settings: Any) -> tuple[int, list[int]]:
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize("architecture", slow_but(CHANGES, "gpt2"))
-def test_another_config_finds_nothing(architecture: str, tmp_path: Path) -> None:
-    """Neither of what the first config has left nor of what another one has."""
-    first, same = (copied(tmp_path, architecture, place, {}) for place in "ab")
+def test_changed_config_misses_the_cache(architecture: str, tmp_path: Path) -> None:
+    """It hits neither the blocks of the first config nor those of another changed one."""
+    first, same = (copied(tmp_path, architecture, parent, {}) for parent in "ab")
     assert run(first, tmp_path / "kv")[0] == 0
     assert run(same, tmp_path / "kv")[0] > 0
     for name, change in CHANGES[architecture].items():
@@ -182,8 +182,8 @@ def test_another_config_finds_nothing(architecture: str, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_other_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) -> None:
-    first, other = (copied(tmp_path, "gpt2", place, {}) for place in "ab")
+def test_changed_weights_of_equal_size_and_time_miss_the_cache(tmp_path: Path) -> None:
+    first, other = (copied(tmp_path, "gpt2", parent, {}) for parent in "ab")
     run(first, tmp_path / "kv")
     file = other / "model.safetensors"
     before = file.stat()
@@ -196,7 +196,7 @@ def test_other_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_blocks_of_another_layout_are_not_found(
+def test_blocks_of_another_layout_are_misses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = checkpoint("gpt2")
@@ -217,8 +217,8 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_other_settings_find_nothing(tmp_path: Path) -> None:
-    """Each finds only what it has left itself."""
+def test_other_settings_miss_the_cache(tmp_path: Path) -> None:
+    """Each setting hits only its own blocks."""
     model = copied(tmp_path, "qwen3", "a", {})
     run(model, tmp_path / "kv")
     for settings in SETTINGS:

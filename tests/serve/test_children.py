@@ -1,4 +1,4 @@
-"""How often a process is started again, and after which pauses."""
+"""How often a process is restarted, and after which pauses."""
 
 import errno
 import os
@@ -18,24 +18,24 @@ def sleeper() -> Iterator[Process]:
         process.kill()
 
 
-def test_pauses_grow_until_it_is_given_up() -> None:
+def test_restart_pauses_grow_until_it_gives_up() -> None:
     restarts, pauses = Restarts(), []
     while (pause_s := restarts.pause_s(float(len(pauses)))) is not None:
         pauses.append(pause_s)
     assert pauses == [0.0, 1.0, 2.0] and len(pauses) == MAX_RESTARTS
 
 
-def test_deaths_of_long_ago_do_not_count() -> None:
+def test_old_deaths_do_not_count() -> None:
     restarts = Restarts()
     for i in range(20):
         assert restarts.pause_s(i * RESTART_WINDOW_S / MAX_RESTARTS) is not None
     assert restarts.pause_s(20 * RESTART_WINDOW_S) == 0.0
 
 
-def test_a_process_that_cannot_be_watched_is_not_left_behind(
+def test_process_that_cannot_be_watched_is_ended(
     sleeper: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one is started in its place; two of them must not serve at once."""
+    """It is replaced, and two of them must not serve together."""
 
     def none_left(pid: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")

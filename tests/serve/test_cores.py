@@ -18,7 +18,7 @@ def settings(num: int = 2, **more: object) -> EngineConfig:
     return config_from_flat(model="demo", data_parallel_size=num, **more)
 
 
-def test_one_core_is_told_nothing() -> None:
+def test_single_core_gets_no_share() -> None:
     assert core_shares(settings(1)) == [ALONE]
     assert not ALONE.cpus and not ALONE.environment and ALONE.name == "the engine"
     alone = settings(1, record="there")
@@ -28,19 +28,19 @@ def test_one_core_is_told_nothing() -> None:
 def test_cores_share_memory_and_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_NUM_THREADS", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    places = core_shares(settings(2, device="cpu"))
-    assert [place.name for place in places] == ["core 0", "core 1"]
-    given = [int(place.environment[MEMORY_VARIABLE]) for place in places]
+    all_shares = core_shares(settings(2, device="cpu"))
+    assert [share.name for share in all_shares] == ["core 0", "core 1"]
+    given = [int(share.environment[MEMORY_VARIABLE]) for share in all_shares]
     assert given[0] == given[1] and 0.4 < given[0] / available_cpu_bytes() < 0.6
-    threads = [int(place.environment["QUIRE_NUM_THREADS"]) for place in places]
+    threads = [int(share.environment["QUIRE_NUM_THREADS"]) for share in all_shares]
     assert threads == [max(1, usable_cores() // 2)] * 2
     all_cpus = os.sched_getaffinity(0)
-    assert places[0].cpus | places[1].cpus == all_cpus
+    assert all_shares[0].cpus | all_shares[1].cpus == all_cpus
     monkeypatch.setenv("QUIRE_NUM_THREADS", "3")
     assert "QUIRE_NUM_THREADS" not in core_shares(settings(2))[0].environment
 
 
-def test_a_share_of_memory_bounds_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_share_bounds_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY_VARIABLE, "1000")
     assert available_cpu_bytes() == 1000
     monkeypatch.setenv(MEMORY_VARIABLE, "much")
@@ -48,22 +48,22 @@ def test_a_share_of_memory_bounds_what_is_available(monkeypatch: pytest.MonkeyPa
         available_cpu_bytes()
 
 
-def test_each_core_keeps_a_record_of_its_own() -> None:
-    place = CoreShare(1, 2)
-    assert place.config(settings(2, record="there")).record == "there/core-1"
-    assert place.config(settings(2)).record is None
+def test_each_core_has_its_own_recording() -> None:
+    share = CoreShare(1, 2)
+    assert share.config(settings(2, record="there")).record == "there/core-1"
+    assert share.config(settings(2)).record is None
 
 
-def test_a_process_runs_where_it_is_bound() -> None:
+def test_process_runs_on_its_bound_cpus() -> None:
     cpu = min(os.sched_getaffinity(0))
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     CoreShare(0, 2, frozenset([cpu])).bind(process.pid)
     assert os.sched_getaffinity(process.pid) == {cpu}
     process.communicate(b"\n")
-    CoreShare(0, 2, frozenset([cpu])).bind(process.pid)  # too late, and no error
+    CoreShare(0, 2, frozenset([cpu])).bind(process.pid)  # too late, but no error
 
 
-def test_gpus_are_dealt_out_by_ranks(tmp_path: Path) -> None:
+def test_gpus_are_assigned_to_cores(tmp_path: Path) -> None:
     def shares(config: EngineConfig, **environment: str) -> list[str]:
         found = gpu_shares(config, environment, tmp_path)
         return [each.get(CUDA_VARIABLE, "-") for each in found]

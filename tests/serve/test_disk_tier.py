@@ -1,5 +1,5 @@
-"""Blocks in a directory come back as prefix hits, also after a restart. Damage to the files never
-changes a request's bits."""
+"""Blocks in a directory return as prefix hits, also after a restart. Damaged files never change a
+request's bits."""
 
 import random
 import re
@@ -24,7 +24,7 @@ if core() is None:
 
 
 def run(directory: Path | None, prompts: list[Any], **settings: Any) -> tuple[Found, list[int]]:
-    """Prompts one after the other in an engine of their own: what came, and the cached tokens."""
+    """Run the prompts one by one in a new engine; return the outputs and the cached tokens."""
     pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
     few: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1, "dtype": "float32"}
     if directory is not None:
@@ -42,18 +42,18 @@ def wanted() -> Found:
 
 
 def files_of(directory: Path) -> Iterator[Path]:
-    """The blocks' files, without the lock that lies beside them."""
+    """Yield the files of blocks, without the lock file."""
     return directory.rglob("*.kv")
 
 
-def test_another_engine_finds_what_one_has_left(tmp_path: Path, wanted: Found) -> None:
+def test_another_engine_hits_stored_blocks(tmp_path: Path, wanted: Found) -> None:
     assert run(tmp_path, PROMPTS) == (wanted, [0] * len(PROMPTS))
     assert run(tmp_path, PROMPTS) == (wanted, [36] * len(PROMPTS))
-    # Without a host tier of its own, in a small pool: evicted blocks come back from the directory.
+    # Without host memory and in a small pool: evicted blocks return from the directory.
     assert run(tmp_path, PROMPTS * 2, kv_host_gb=0.0) == (wanted * 2, [36] * 2 * len(PROMPTS))
 
 
-def test_other_salts_and_weights_find_nothing(tmp_path: Path) -> None:
+def test_other_salts_and_weights_miss_the_directory(tmp_path: Path) -> None:
     run(tmp_path, PROMPTS[:1])
     salted = PROMPTS[0] | {"cache_salt": "somebody else's"}
     assert run(tmp_path, [salted])[1] == [0]
@@ -63,7 +63,7 @@ def test_other_salts_and_weights_find_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, PROMPTS[:1], **other)[1] == [36]
 
 
-def test_another_hash_finds_nothing(tmp_path: Path, wanted: Found) -> None:
+def test_another_hash_algorithm_misses_the_directory(tmp_path: Path, wanted: Found) -> None:
     run(tmp_path, PROMPTS[:1])
     hashed = {"prefix_caching_hash_algo": "blake2b"}
     assert run(tmp_path, PROMPTS[:1], **hashed) == (wanted[:1], [0])
@@ -94,8 +94,8 @@ def test_damaged_files_are_misses(harm: str, tmp_path: Path, wanted: Found) -> N
     assert run(tmp_path, PROMPTS) == (wanted, [0] * len(PROMPTS))
 
 
-def test_a_reset_leaves_the_directory_to_others(tmp_path: Path, wanted: Found) -> None:
-    """Nothing of before comes back; what comes after does, in this engine only."""
+def test_reset_keeps_the_directory_for_other_engines(tmp_path: Path, wanted: Found) -> None:
+    """After a reset, this engine hits only blocks that it stored later."""
     pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
     few: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1, "dtype": "float32"}
     few |= {"kv_disk_dir": str(tmp_path), "kv_host_gb": 0.0}
@@ -115,7 +115,7 @@ def test_a_reset_leaves_the_directory_to_others(tmp_path: Path, wanted: Found) -
     assert run(tmp_path, PROMPTS) == (wanted, [36] * len(PROMPTS))
 
 
-def test_requests_that_come_together_fetch_a_prefix_once(tmp_path: Path) -> None:
+def test_concurrent_requests_fetch_a_prefix_once(tmp_path: Path) -> None:
     (prompt,) = (prompt["prompt_token_ids"] for prompt in PROMPTS[:1])
     prompts = [{"prompt_token_ids": prompt + [i]} for i in range(5)]
     together: dict[str, Any] = {"dtype": "float32", "kv_disk_dir": str(tmp_path)}
@@ -135,7 +135,7 @@ def test_requests_that_come_together_fetch_a_prefix_once(tmp_path: Path) -> None
     assert [output.num_cached_tokens for output in outputs] == [40] * 5
 
 
-def test_impossible_settings_are_told(tmp_path: Path) -> None:
+def test_impossible_settings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no effect without prefix caching"):
         run(tmp_path, [], enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="reference does not share its blocks"):

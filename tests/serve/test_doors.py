@@ -1,4 +1,6 @@
-"""All doors of the engine refuse a bad request with one code, and the scheduler never sees it.
+"""Every door (entry point) of the engine rejects a bad request with the same error code.
+
+The scheduler never sees such a request.
 
 A new field goes to `tests/support/serve/bad_requests.py`, a new door to
 `tests/support/serve/doors.py`. Covers `engine/client/admission.py`.
@@ -45,12 +47,12 @@ from tests.support.serve.doors import (
 )
 from tests.support.serve.fake_client import FakeClient
 
-# Routes by which no request enters the engine, or which are another door's second name.
+# Routes that add no request to the engine, or that are another door's second name.
 NO_DOORS = {
     "/tokenize": "computes nothing in the engine",
     "/detokenize": "computes nothing in the engine",
     "/v1/messages/count_tokens": "computes nothing in the engine",
-    "/ping": "asks whether the server is alive",
+    "/ping": "reports whether the server is alive",
     "/reset_prefix_cache": "an operator's call",
     "/abort_requests": "an operator's call",
     "/v1/load_lora_adapter": "an operator's call, which sends a request of one token",
@@ -75,8 +77,8 @@ NO_DOORS = {
     "/v1/batches": "the lines of a batch are sent to the routes above, as these tests do it",
     "/v1/batches/{batch_id}/cancel": "ends requests",
     "/v1/responses/{response_id}/cancel": "ends a request",
-    "/v1/requests/{request_id}/rewind": "changes what is held",
-    "/v1/requests/{request_id}/keep": "changes what is held",
+    "/v1/requests/{request_id}/rewind": "changes a retained request",
+    "/v1/requests/{request_id}/keep": "changes a retained request",
     "/api/show": "computes nothing in the engine",
     "/api/pull": "computes nothing in the engine",
     "/api/create": "always refused",
@@ -99,7 +101,7 @@ POOLING_FIELDS = {name for case in POOLING_CASES for name in case.fields}
 
 
 @dataclass(frozen=True)
-class House:
+class ServedEngine:
     """An engine with all its doors."""
 
     llm: LLM
@@ -110,7 +112,7 @@ class House:
     runner: asyncio.Runner
 
     def state(self) -> tuple[object, ...]:
-        """Return what a refused request may not change."""
+        """Return everything that a rejected request must leave unchanged."""
         core = self.llm.engine.client.core
         view = core.view()
         return (
@@ -120,7 +122,7 @@ class House:
 
 
 def watched(llm: LLM) -> list[Request]:
-    """Return a list of the requests that reach the scheduler, which grows."""
+    """Return a list that grows by each request that reaches the scheduler."""
     core, added = llm.engine.client.core, list[Request]()
 
     class Watch:
@@ -135,14 +137,14 @@ def watched(llm: LLM) -> list[Request]:
     return added
 
 
-def held_by(app: App) -> str:
-    """Return the id of a held request."""
-    kept = app.post("/v1/completions", {"prompt": "fox", "max_tokens": 2, "keep_s": 3600})
-    return str(json.loads(kept)["id"])
+def retain_request(app: App) -> str:
+    """Retain a request; return its id."""
+    response = app.post("/v1/completions", {"prompt": "fox", "max_tokens": 2, "keep_s": 3600})
+    return str(json.loads(response)["id"])
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def served() -> Iterator[ServedEngine]:
     settings = {"max_num_seqs": MAX_NUM_SEQS, "max_logprobs": MAX_LOGPROBS}
     with (
         LLM("demo", max_model_len=MAX_MODEL_LEN, kv_cache_memory_bytes=4 << 20,
@@ -151,13 +153,13 @@ def house() -> Iterator[House]:
     ):  # fmt: skip
         added, client = watched(llm), FakeClient(llm.engine)
         app = App(client, runner)
-        doors = http_doors(app, held_by(app))
+        doors = http_doors(app, retain_request(app))
         doors += llm_doors(llm) + async_doors(llm, client, runner)
-        yield House(llm, doors, app, client, added, runner)
+        yield ServedEngine(llm, doors, app, client, added, runner)
 
 
 @pytest.fixture(scope="module")
-def pooling_house() -> Iterator[House]:
+def served_pooling() -> Iterator[ServedEngine]:
     with (
         LLM(str(pooling_checkpoint("embed")), max_model_len=MAX_MODEL_LEN,
             kv_cache_memory_bytes=4 << 20, disable_log_stats=True) as llm,
@@ -166,18 +168,18 @@ def pooling_house() -> Iterator[House]:
         added, client = watched(llm), FakeClient(llm.engine)
         app = App(client, runner)
         doors = pooling_doors(app) + llm_pooling_doors(llm, client, runner)
-        yield House(llm, doors, app, client, added, runner)
+        yield ServedEngine(llm, doors, app, client, added, runner)
 
 
 def wrong(door: Door, case: Case, found: Refusal | None) -> str:
-    """Return how a refusal differs from what the case demands, "" if it does not."""
+    """Return how a refusal differs from what the case requires, or "" if it does not."""
     if found is None:
         return "accepted"
     if not found.message.endswith((".", "...")):
         return f"no sentence: {found.message}"
     wanted = {door.own_name(case.blamed), case.blamed}
     if case.blamed == "prompt_token_ids":
-        wanted.add("prompt")  # of the engine's own words for either
+        wanted.add("prompt")  # the engine calls both of them "prompt"
     got, due = (found.status, found.code), (case.status, case.code)
     if not door.has_params:
         got, due = (found.status, None), (case.status, None)
@@ -186,40 +188,42 @@ def wrong(door: Door, case: Case, found: Refusal | None) -> str:
     return "" if got == due else f"{got}: {found.message}"
 
 
-def named(house: House, *names: str) -> list[Door]:
-    return [door for door in house.doors if door.name in names]
+def named(served: ServedEngine, *names: str) -> list[Door]:
+    return [door for door in served.doors if door.name in names]
 
 
-def refuse(house: House, case: Case) -> None:
-    """Try all doors that can express a case."""
+def refuse(served: ServedEngine, case: Case) -> None:
+    """Send the case to every door that can express it."""
     doors = [
-        door for door in house.doors
+        door for door in served.doors
         if not case.fields.keys() & door.cannot.keys() and case.name not in door.fits
         and not (case.bounds and door.is_python)
     ]  # fmt: skip
-    try_all(house, doors, case)
+    try_all(served, doors, case)
 
 
-def try_all(house: House, doors: list[Door], case: Case) -> None:
-    before, faults = house.state(), []
+def try_all(served: ServedEngine, doors: list[Door], case: Case) -> None:
+    before, faults = served.state(), []
     assert doors, "no door can express it"
     for door in doors:
         fault = wrong(door, case, door.refusal(case.fields))
-        if house.state() != before:
-            fault += " and left something"
+        if served.state() != before:
+            fault += " and changed the engine's state"
         if fault:
             faults.append(f"{door.name}: {fault}")
     assert not faults
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_doors_refuse_it_alike(house: House, case: Case) -> None:
-    refuse(house, case)
+def test_all_doors_reject_a_bad_request_alike(served: ServedEngine, case: Case) -> None:
+    refuse(served, case)
 
 
 @pytest.mark.parametrize("case", POOLING_CASES, ids=str)
-def test_all_doors_of_a_pooling_model_refuse_it_alike(pooling_house: House, case: Case) -> None:
-    refuse(pooling_house, case)
+def test_all_pooling_doors_reject_a_bad_request_alike(
+    served_pooling: ServedEngine, case: Case
+) -> None:
+    refuse(served_pooling, case)
 
 
 OPEN_CASES = [
@@ -235,8 +239,8 @@ OPEN_CASES = [
 
 
 @pytest.mark.parametrize("case", OPEN_CASES, ids=str)
-def test_an_open_prompt_has_one_output_and_all_of_its_tokens(house: House, case: Case) -> None:
-    try_all(house, named(house, "stream", "AsyncLLM.pieces"), case)
+def test_open_prompt_rejects_unsupported_parameters(served: ServedEngine, case: Case) -> None:
+    try_all(served, named(served, "stream", "AsyncLLM.pieces"), case)
 
 
 @pytest.mark.parametrize(
@@ -248,20 +252,20 @@ def test_an_open_prompt_has_one_output_and_all_of_its_tokens(house: House, case:
     ],
     ids=str,
 )
-def test_a_session_has_one_output(house: House, case: Case) -> None:
-    try_all(house, named(house, "LLM.session", "AsyncLLM.session"), case)
+def test_session_rejects_several_outputs(served: ServedEngine, case: Case) -> None:
+    try_all(served, named(served, "LLM.session", "AsyncLLM.session"), case)
 
 
-def test_no_function_is_sent_to_another_process(house: House) -> None:
+def test_asyncllm_rejects_logits_processors(served: ServedEngine) -> None:
     case = Case("function", {"logits_processors": [lambda ids, logits: logits]})
-    try_all(house, [door for door in house.doors if door.name.startswith("AsyncLLM.")][:3], case)
+    try_all(served, [door for door in served.doors if door.name.startswith("AsyncLLM.")][:3], case)
 
 
 @pytest.mark.parametrize("is_pooling", [False, True])
-def test_the_other_kind_of_engine_refuses_all(
-    house: House, pooling_house: House, is_pooling: bool
+def test_doors_of_the_other_kind_of_model_reject_all(
+    served: ServedEngine, served_pooling: ServedEngine, is_pooling: bool
 ) -> None:
-    each = pooling_house if is_pooling else house
+    each = served_pooling if is_pooling else served
     others: list[Door]
     if is_pooling:
         others = [
@@ -276,31 +280,33 @@ def test_the_other_kind_of_engine_refuses_all(
     try_all(each, others, WRONG)
 
 
-def http(house: House, **server: Any) -> Iterator[tuple[App, list[Door]]]:
+def http(served: ServedEngine, **server: Any) -> Iterator[tuple[App, list[Door]]]:
     """Yield an app of the same engine with other settings, and its doors."""
-    app = App(house.client, house.runner, **server)
-    held_id = held_by(app)
+    app = App(served.client, served.runner, **server)
+    held_id = retain_request(app)
     yield app, http_doors(app, held_id)
-    house.llm.engine.client.core.control(Hold(f"{held_id}-0", 0.0))
+    served.llm.engine.client.core.control(Hold(f"{held_id}-0", 0.0))
 
 
-def test_only_an_urgent_key_overtakes_others(house: House) -> None:
+def test_only_urgent_keys_may_raise_the_priority(served: ServedEngine) -> None:
     case = Case("hurry", {"priority": -1}, code="priority_not_allowed", status=403)
     keys = {"api_key": ("urgent", "plain"), "urgent_api_key": ("urgent",)}
-    for app, doors in http(house, key="plain", **keys):
-        try_all(house, [door for door in doors if "priority" not in door.cannot], case)
+    for app, doors in http(served, key="plain", **keys):
+        try_all(served, [door for door in doors if "priority" not in door.cannot], case)
         app.key = "urgent"
         assert doors[0].refusal(case.fields) is None
 
 
-def test_a_server_that_ends_lets_nobody_in(house: House) -> None:
-    for app, doors in http(house):
+def test_draining_server_rejects_requests(served: ServedEngine) -> None:
+    for app, doors in http(served):
         app.context.draining = True
-        try_all(house, doors, Case("late", {}, param="", code="draining", status=503))
+        try_all(served, doors, Case("late", {}, param="", code="draining", status=503))
 
 
-def test_all_doors_take_a_good_request(house: House, pooling_house: House) -> None:
-    for each in (house, pooling_house):
+def test_all_doors_accept_a_valid_request(
+    served: ServedEngine, served_pooling: ServedEngine
+) -> None:
+    for each in (served, served_pooling):
         for door in each.doors:
             before = len(each.added)
             assert door.refusal({}) is None, door
@@ -319,21 +325,21 @@ WITH_IMAGES: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_a_model_without_a_vision_tower_gets_no_images(house: House) -> None:
-    before = house.state()
+def test_model_without_vision_tower_rejects_images(served: ServedEngine) -> None:
+    before = served.state()
     for path, body in WITH_IMAGES:
-        refused = house.app.post(path, body)
+        refused = served.app.post(path, body)
         assert isinstance(refused, Refusal) and refused.status == 400
         assert "does not accept images" in refused.message
     prompt = {"prompt": "fox", "multi_modal_data": {"image": Image.new("RGB", (28, 28))}}
-    for door in house.doors:
+    for door in served.doors:
         if door.is_python and door.name != "LLM.chat":
             found = door.refusal(prompt)
             assert found is not None and "does not accept images" in found.message, door
-    assert house.state() == before
+    assert served.state() == before
 
 
-# Good values, and what the scheduler gets for them.
+# Valid values, and what the scheduler gets for them.
 REACHES: list[tuple[str, Any, Callable[[Request], Any], Any]] = [
     ("cache_salt", "mine", lambda request: request.cache_salt, "mine"),
     ("priority", 3, lambda request: request.priority, 3),
@@ -359,39 +365,41 @@ REACHES: list[tuple[str, Any, Callable[[Request], Any], Any]] = [
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_no_door_drops_a_field(house: House, number: int) -> None:
-    """Each request has several of the fields."""
-    for door in house.doors:
+def test_every_door_passes_each_field_to_the_scheduler(served: ServedEngine, number: int) -> None:
+    """Each request sets several of the fields."""
+    for door in served.doors:
         given = [each for each in REACHES[number::5] if reaches(door, each[0])]
         temperature = {} if "temperature" in door.cannot else {"temperature": 1.0}
         fields = {name: value for name, value, *_ in given}
         assert door.refusal(temperature | fields) is None, door
-        request = house.added[-1]
+        request = served.added[-1]
         for name, _, read, wanted in given:
             assert read(request) == wanted, (door, name)
-        house.llm.engine.client.core.control(Hold(request.request_id, 0.0))
+        served.llm.engine.client.core.control(Hold(request.request_id, 0.0))
 
 
 def reaches(door: Door, name: str) -> bool:
-    """Return whether a door has the field; a continued request has the salt of its parent."""
+    """Return whether a door has the field; a continued request inherits its parent's salt."""
     return name not in door.cannot and (name != "cache_salt" or door.name not in ("fork", "append"))
 
 
-def test_a_piece_of_a_session_has_no_salt_of_its_own(house: House) -> None:
-    with house.llm.session(cache_salt="mine") as begun:
+def test_session_piece_cannot_change_the_cache_salt(served: ServedEngine) -> None:
+    with served.llm.session(cache_salt="mine") as begun:
         begun.append({"prompt": "fox", "cache_salt": "mine"})
         with pytest.raises(RequestError, match="whole session") as raised:
             begun.append({"prompt": "fox", "cache_salt": "other"})
         assert raised.value.field == "cache_salt"
 
 
-def test_there_are_enough_cases() -> None:
+def test_cases_are_many_and_have_unique_names() -> None:
     assert len(CASES) >= 80
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_a_door_has_a_word_for_each_field_or_a_reason(house: House, pooling_house: House) -> None:
-    for each, fields in ((house, FIELDS), (pooling_house, POOLING_FIELDS)):
+def test_each_door_names_every_field_or_gives_a_reason(
+    served: ServedEngine, served_pooling: ServedEngine
+) -> None:
+    for each, fields in ((served, FIELDS), (served_pooling, POOLING_FIELDS)):
         for door in each.doors:
             body = BODIES.get(door.name)
             if body is None:
@@ -400,10 +408,10 @@ def test_a_door_has_a_word_for_each_field_or_a_reason(house: House, pooling_hous
             lost = {
                 name for name in fields - door.cannot.keys() if door.own_name(name) not in known
             }
-            assert not lost, f"{door.name}: give a word or a reason for {lost}"
+            assert not lost, f"{door.name}: give a name or a reason for {lost}"
 
 
-def test_each_field_of_a_request_has_a_case_or_a_reason() -> None:
+def test_each_request_field_has_a_case_or_a_reason() -> None:
     known = {
         *SamplingParams.__struct_fields__,
         *CompletionRequest.model_fields,
@@ -415,15 +423,19 @@ def test_each_field_of_a_request_has_a_case_or_a_reason() -> None:
     assert not HARMLESS.keys() & FIELDS
 
 
-def test_each_route_is_a_door_or_has_a_reason(house: House, pooling_house: House) -> None:
-    paths = document(house.app.app)["paths"]
+def test_each_route_is_a_door_or_has_a_reason(
+    served: ServedEngine, served_pooling: ServedEngine
+) -> None:
+    paths = document(served.app.app)["paths"]
     posts = {path for path, operations in paths.items() if "post" in operations}
-    doors = {door.path for door in (*house.doors, *pooling_house.doors) if door.path}
+    doors = {door.path for door in (*served.doors, *served_pooling.doors) if door.path}
     assert posts - doors - NO_DOORS.keys() == set(), "add a door, or a reason to NO_DOORS"
     assert doors - posts == {"/v1/stream"}, "WebSockets are not in the document"
 
 
-def test_each_call_with_a_prompt_is_a_door(house: House, pooling_house: House) -> None:
+def test_each_python_call_with_a_prompt_is_a_door(
+    served: ServedEngine, served_pooling: ServedEngine
+) -> None:
     takes = {"prompt", "prompts", "messages", "data_1", "keep_s"}
     calls = {
         f"{kind.__name__}.{name}"
@@ -431,6 +443,6 @@ def test_each_call_with_a_prompt_is_a_door(house: House, pooling_house: House) -
         for name, call in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_") and inspect.signature(call).parameters.keys() & takes
     }
-    doors = {door.name for door in (*house.doors, *pooling_house.doors) if door.is_python}
+    doors = {door.name for door in (*served.doors, *served_pooling.doors) if door.is_python}
     # Classes are pooled by the code of `encode`; pieces are a way to call `generate`.
     assert calls - {"LLM.classify"} == doors - {"AsyncLLM.pieces"}

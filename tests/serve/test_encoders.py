@@ -1,5 +1,5 @@
-"""Encoders by `LLM`, compared with transformers: hidden states, embeddings, classes, scores of
-pairs.
+"""Encoders in `LLM`, compared with transformers: hidden states, embeddings, classes, and scores
+of pairs.
 
 Covers `models/encoders/bert.py`, `models/encoders/modernbert.py`, `spec/encoders.py`,
 `ops/attention/within_step.py` and `ops/elementwise.py`.
@@ -65,7 +65,7 @@ def of_ids(ids: list[list[int]]) -> list[dict[str, torch.Tensor]]:
 
 
 def changed(folder: Path, **fields: Any) -> Path:
-    """A copy with other fields in its config; None leaves one out."""
+    """Return a copy of a checkpoint with other fields in its config; None removes a field."""
     copy = fresh_directory()
     for path in folder.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
@@ -79,9 +79,9 @@ def changed(folder: Path, **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "xlm-roberta", "modernbert"))
-def test_hidden_states_are_those_of_transformers(family: str) -> None:
-    """Of prompts that share steps with others, whichever tokens are pooled; a prompt that was cut
-    would have other numbers."""
+def test_hidden_states_match_transformers(family: str) -> None:
+    """Prompts share steps, and the mean or the last token is pooled. A prompt that was split into
+    chunks would give other values."""
     folder = encoder_checkpoint(family)
     states = states_of(folder, of_ids(IDS))
     for kind, taken in (("MEAN", lambda h: h.mean(0)), ("LAST", lambda h: h[-1])):
@@ -92,8 +92,8 @@ def test_hidden_states_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "bert", "modernbert"))
-def test_classes_and_pairs_are_those_of_transformers(family: str) -> None:
-    """Texts and pairs with the special tokens, and BERT's second texts as such."""
+def test_classes_and_pair_scores_match_transformers(family: str) -> None:
+    """Texts and pairs have the special tokens, and BERT's token types mark the second text."""
     folder = encoder_checkpoint(family, 3)
     wanted = logits_of(folder, inputs_of(folder, TEXTS))
     with open_llm(folder) as llm:
@@ -111,7 +111,7 @@ def test_classes_and_pairs_are_those_of_transformers(family: str) -> None:
     assert [each.prompt_token_ids for each in scores] == ids
 
 
-def test_which_text_a_token_belongs_to_counts() -> None:
+def test_token_types_change_the_logits() -> None:
     folder = encoder_checkpoint("bert", 1)
     [inputs] = inputs_of(folder, PAIRS[:1])
     as_one = inputs | {"token_type_ids": torch.zeros_like(inputs["token_type_ids"])}
@@ -129,10 +129,10 @@ def test_which_text_a_token_belongs_to_counts() -> None:
         {"quantization": "int8"},
     ],
 )
-def test_a_batch_changes_no_bit(
+def test_batching_leaves_embeddings_bit_identical(
     family: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By one call into the core, alone and beside others, in two orders."""
+    """The C++ core computes each step in one call, for prompts alone and batched in two orders."""
     folder, mean = encoder_checkpoint(family), {"seq_pooling_type": "MEAN"}
     own = {"dtype": "float32"} | settings
     with open_llm(folder, pooler_config=mean, **own) as llm:
@@ -150,7 +150,7 @@ def test_a_batch_changes_no_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_second_text_is_told_to_the_core(dtype: str) -> None:
+def test_core_gets_the_token_types_of_pairs(dtype: str) -> None:
     folder = encoder_checkpoint("bert", 1)
     wanted = logits_of(folder, inputs_of(folder, PAIRS))
     with open_llm(folder, dtype=dtype) as llm:
@@ -163,8 +163,8 @@ def test_the_second_text_is_told_to_the_core(dtype: str) -> None:
 # ---- files -----------------------------------------------------------------------------------
 
 
-def test_files_of_sentence_transformers() -> None:
-    """The first token normalised where there are none; else as they say."""
+def test_sentence_transformers_files_choose_the_pooling() -> None:
+    """Without such files, the first token's state is pooled and normalised."""
     folder = encoder_checkpoint("bert")
     states = states_of(folder, inputs_of(folder, TEXTS))
     with open_llm(folder) as llm:
@@ -182,11 +182,14 @@ def test_files_of_sentence_transformers() -> None:
         is_near([each.outputs.embedding for each in found], [each.mean(0) for each in states])
 
 
-def test_a_cross_encoder_of_sentence_transformers_6_has_its_activation_in_a_file() -> None:
+def test_cross_encoder_takes_its_activation_from_the_config_file() -> None:
     for num_labels in (1, 3):
         folder = changed(encoder_checkpoint("roberta", num_labels))
-        said = {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.linear.Identity"}
-        (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+        content = {
+            "model_type": "CrossEncoder",
+            "activation_fn": "torch.nn.modules.linear.Identity",
+        }
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(content))
         logits = logits_of(folder, inputs_of(folder, PAIRS))
         with open_llm(folder) as llm:
             if num_labels == 1:
@@ -197,7 +200,7 @@ def test_a_cross_encoder_of_sentence_transformers_6_has_its_activation_in_a_file
                 assert sum(found[0].outputs.probs) == pytest.approx(1, abs=1e-12)
 
 
-def test_the_length_that_sentence_transformers_cuts_to_is_the_longest() -> None:
+def test_max_seq_length_is_the_default_max_model_len() -> None:
     folder = changed(encoder_checkpoint("bert"))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 12}))
     wrong = pytest.raises(RequestError, match="the range is 1 to max_model_len = 12")
@@ -207,8 +210,8 @@ def test_the_length_that_sentence_transformers_cuts_to_is_the_longest() -> None:
         assert len(pooled(llm, IDS)) == len(IDS)
 
 
-def test_old_names_of_tensors_and_fields() -> None:
-    """Norms of the first BERTs, bare tensors beside a head, and ModernBERT's first configs."""
+def test_old_tensor_and_config_names_are_read() -> None:
+    """The first BERTs' norms, extra tensors of a head, and the first configs of ModernBERT."""
     folder = changed(encoder_checkpoint("bert", 3), architectures=["BertForMaskedLM"])
     tensors = load_file(folder / "model.safetensors")
     old_names = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
@@ -249,7 +252,9 @@ def test_old_names_of_tensors_and_fields() -> None:
         ("roberta", {"hidden_act": "gelu_new", "pad_token_id": 4, "type_vocab_size": 2}),
     ],
 )
-def test_fields_have_transformers_effect(family: str, changes: dict[str, Any]) -> None:
+def test_config_fields_have_the_same_effect_as_in_transformers(
+    family: str, changes: dict[str, Any]
+) -> None:
     own = tuple(item for item in changes.items() if item[0] != "pad_token_id")
     folder = changed(encoder_checkpoint(family, 3, own), **changes)
     ids = [[5 + each for each in prompt] for prompt in IDS if len(prompt) < MAX_LEN - 8]
@@ -269,12 +274,12 @@ def test_fields_have_transformers_effect(family: str, changes: dict[str, Any]) -
         ("bert", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
     ],
 )
-def test_configs_that_are_refused(family: str, changes: dict[str, Any], words: str) -> None:
+def test_unsupported_configs_are_rejected(family: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         open_llm(changed(encoder_checkpoint(family), **changes))
 
 
-# ---- what goes with it, and what does not ----------------------------------------------------
+# ---- supported features and limits -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -289,12 +294,14 @@ def test_configs_that_are_refused(family: str, changes: dict[str, Any], words: s
         ({"speculative_config": {"method": "ngram"}}, "speculative_config needs a model that"),
     ],
 )
-def test_settings_that_make_no_sense(settings: dict[str, Any], words: str) -> None:
+def test_settings_without_meaning_for_encoders_are_rejected(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         open_llm(encoder_checkpoint("bert"), **settings)
 
 
-def test_classes_of_tokens_are_not_served() -> None:
+def test_token_classification_needs_runner_pooling() -> None:
     folder = changed(encoder_checkpoint("bert"), architectures=["BertForTokenClassification"])
     with pytest.raises(
         ConfigError, match="returns a result for each token, which quire does not support"
@@ -304,7 +311,7 @@ def test_classes_of_tokens_are_not_served() -> None:
         assert len(pooled(llm, IDS)) == len(IDS)
 
 
-def test_it_does_not_generate_and_takes_prompts_up_to_its_length() -> None:
+def test_encoder_rejects_generation_and_overlong_prompts() -> None:
     with open_llm(encoder_checkpoint("roberta"), max_model_len="auto") as llm:
         assert llm.engine.client.max_model_len == MAX_LEN
         with pytest.raises(RequestError, match="this engine returns embeddings"):
@@ -319,7 +326,7 @@ def test_it_does_not_generate_and_takes_prompts_up_to_its_length() -> None:
         assert len(found.prompt_token_ids) == 4
 
 
-def test_nothing_is_kept_and_it_is_previewed(tmp_path: Path) -> None:
+def test_encoder_has_no_block_pool_and_its_recording_replays(tmp_path: Path) -> None:
     folder = str(encoder_checkpoint("modernbert"))
     config = config_from_flat(model=folder, device="cpu")
     source = resolve_source(config.model)
@@ -333,6 +340,6 @@ def test_nothing_is_kept_and_it_is_previewed(tmp_path: Path) -> None:
     assert replay_all(read_recording(tmp_path / "record")).difference is None
 
 
-def test_windows_are_cut_as_transformers_cuts_them() -> None:
+def test_layer_windows_match_transformers() -> None:
     windows = load_spec(encoder_checkpoint("modernbert")).layer_windows
     assert windows == (None, 6, 6, None, 6)

@@ -5,7 +5,7 @@ import pytest
 from tests.serve.endpoints_page import PAGE, ROUTES, documented, make_app, page, refusal, route_of
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_page_is_up_to_date() -> None:
     assert PAGE.read_text("utf-8") == page(), "run `make fields`"
 
 
@@ -18,7 +18,7 @@ def test_every_route_is_served_or_has_a_reason(api: str) -> None:
         assert (route_of(app, each) is None) == bool(each.instead), f"{each.method} {each.path}"
 
 
-def test_a_refusal_is_the_one_that_the_server_sends() -> None:
+def test_page_shows_the_servers_own_refusal() -> None:
     app = make_app()
     [audio] = [each for each in documented("OpenAI") if each.path == "/v1/audio/speech"]
     assert "transcribe or speak with another server" in refusal(app, audio)

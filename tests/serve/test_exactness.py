@@ -1,5 +1,5 @@
-"""Greedy tokens of the whole engine against transformers, in float64. A request gets the tokens
-that it gets alone, however it is batched, chunked, cached, preempted or pipelined."""
+"""The engine's greedy tokens match transformers in float64. A request gets the same tokens alone
+as when it is batched, chunked, cached, preempted or pipelined."""
 
 import random
 from dataclasses import dataclass, field
@@ -35,8 +35,8 @@ KNOWN: dict[Path, list[list[int]]] = {}
 
 
 def expected(folder: Path, found: list[list[int]]) -> list[list[int]]:
-    """Return what transformers gives for each of the prompts. found: what the engine gave, which
-    is confirmed sooner than it is generated again."""
+    """Return the tokens that transformers gives for each prompt. found: the engine's tokens, which
+    are faster to confirm than to generate again."""
     assert [len(tokens) for tokens in found] == list(NUM_TOKENS)
     if folder not in KNOWN:
         pairs = zip(prompts(), found, strict=True)
@@ -50,7 +50,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 
 def open_llm(folder: Path, **settings: Any) -> LLM:
     defaults = {"dtype": "float64", "max_model_len": MAX_LEN, "attention_backend": "torch"}
-    defaults["scheduling_policy"] = "fifo"  # the first one computes what the others find
+    defaults["scheduling_policy"] = "fifo"  # the first request computes the others' prefix hits
     return LLM(str(folder), disable_log_stats=True, **(defaults | settings))
 
 
@@ -67,7 +67,7 @@ def assert_idle(llm: LLM) -> None:
 
 @dataclass
 class Case:
-    """Settings of an engine. pool_blocks: so few blocks of 4 that sequences are preempted.
+    """Settings of an engine. pool_blocks: number of blocks of 4 tokens, few enough for preemption.
 
     The attention backend that real models use computes in float64 as well.
     """
@@ -104,13 +104,13 @@ CASES = {
 }
 
 
-# What makes an engine's settings matter is how a layer looks back: at all (llama), through a window
-# (mistral), by a state (test_hybrid.py, and qwen3_5 here). Of the others a few have one of the two
-# settings in which most comes together.
-LOOKS_BACK = ("llama", "mistral", "qwen3_5")
-TOGETHER = ("uneven chunks", "preemption, depth 2", "block size 4, depth 2", "one row")
-QUICK = TOGETHER[:2]
-OF_OTHERS = (  # not tried with llama, because mistral has them, or another case has more
+# What matters for settings is which tokens a layer attends to: all (llama), a window (mistral), or
+# a state (test_hybrid.py, and qwen3_5 here). A few other architectures get one of the two cases
+# that combine the most settings.
+LAYER_KINDS = ("llama", "mistral", "qwen3_5")
+COMBINED = ("uneven chunks", "preemption, depth 2", "block size 4, depth 2", "one row")
+QUICK = COMBINED[:2]
+SLOW_FOR_LLAMA = (  # skipped for llama: mistral has them, or another case covers more
     "more requests than rows", "block size 1", "block size 5", "block size 4, depth 2", "one row",
     "no prefix caching", "uneven chunks", "defaults", "preemption", "preemption, depth 2",
     "two tokens per step",
@@ -120,15 +120,15 @@ WINDOW_CASES = (*QUICK, "one row", "block size 1")
 
 def is_quick(name: str, case: str) -> bool:
     if name == "llama":
-        return case not in OF_OTHERS
+        return case not in SLOW_FOR_LLAMA
     if name == "mistral":
         return case in WINDOW_CASES
     if name == "qwen3_5":
         return case == QUICK[0]
-    return name in ("qwen3_moe", "deepseek_v3") and case == one_of_two(name)
+    return name in ("qwen3_moe", "deepseek_v3") and case == quick_case_of(name)
 
 
-def one_of_two(name: str) -> str:
+def quick_case_of(name: str) -> str:
     return QUICK[list(CONFIGS).index(name) % 2]
 
 
@@ -141,11 +141,11 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("architecture", "case"), pairs())
-def test_tokens_are_those_of_transformers(architecture: str, case: str) -> None:
+def test_tokens_match_transformers(architecture: str, case: str) -> None:
     folder = checkpoint(architecture)
     with CASES[case].open(folder) as llm:
-        was_preempted = False  # once: then admission is slower
-        for _ in range(2):  # the second time over used rows and blocks, and with prefix hits
+        was_preempted = False  # in one of the runs: afterwards admission is slower
+        for _ in range(2):  # the second run reuses rows and blocks, and has prefix hits
             outputs = llm.generate(prompts(), [greedy(count) for count in NUM_TOKENS])
             metrics = [output.metrics for output in outputs]
             was_preempted |= any(m is not None and m.num_preemptions > 0 for m in metrics)
@@ -160,11 +160,11 @@ def test_tokens_are_those_of_transformers(architecture: str, case: str) -> None:
 @pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param(name, marks=[] if name in LOOKS_BACK[1:] else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in LAYER_KINDS[1:] else pytest.mark.slow)
         for name in ARCHITECTURES
     ],
 )
-def test_alone_and_in_a_batch_are_the_same(architecture: str) -> None:
+def test_batched_tokens_match_single_requests(architecture: str) -> None:
     folder = checkpoint(architecture)
     with open_llm(folder, enable_prefix_caching=False) as llm:
         alone = [
@@ -180,12 +180,12 @@ PREFIX_SETTINGS = ((1, 1), (4, 2), (16, 3))
 
 
 def prefix_cases() -> list[Any]:
-    """Each architecture with each of the settings; in `make test` each kind of layer with one."""
+    """Pair each architecture with each setting; `make test` has one setting per kind of layer."""
     return [
         pytest.param(
             name,
             *pair,
-            marks=[] if name in LOOKS_BACK and (i - j) % 3 == 0 else pytest.mark.slow,
+            marks=[] if name in LAYER_KINDS and (i - j) % 3 == 0 else pytest.mark.slow,
         )
         for i, name in enumerate(ARCHITECTURES)
         for j, pair in enumerate(PREFIX_SETTINGS)
@@ -194,40 +194,38 @@ def prefix_cases() -> list[Any]:
 
 @pytest.mark.parametrize(("architecture", "block_size", "depth"), prefix_cases())
 def test_prefix_hits_do_not_change_tokens(architecture: str, block_size: int, depth: int) -> None:
-    """In one call the prefix is computed once, in the step of the first request; a later call
-    begins behind it, also where it goes on from what was generated. How much of it states let a
-    model find that remembers them is told in test_hybrid.py."""
+    """In one call the first request computes the prefix once. A later call resumes after it, also
+    within generated tokens. test_hybrid.py covers the hits of models with states."""
     folder = checkpoint(architecture)
     shared = prompts()[4][:32]
-    asked = [shared + tail for tail in ([5], [6, 7, 8], [9] * 10, [])]
+    inputs = [shared + tail for tail in ([5], [6, 7, 8], [9] * 10, [])]
     settings = {"block_size": block_size, "pipeline_depth": depth}
     with open_llm(folder, **settings) as llm:
         has_states = llm.engine.client.core.scheduler.memory.kv.has_states
-        first = llm.generate(asked, greedy(12))
-        pairs = zip(asked, tokens(first), strict=True)
+        first = llm.generate(inputs, greedy(12))
+        pairs = zip(inputs, tokens(first), strict=True)
         wanted = [confirmed_tokens(folder, *pair) for pair in pairs]
         assert tokens(first) == wanted and {len(each) for each in wanted} == {12}
         found = [o.num_cached_tokens for o in first[:3]]
         assert found == [0, 32, 32] or (has_states and found[0] == found[1] == 0 < found[2] <= 32)
-        again = llm.generate(asked, greedy(12))
+        again = llm.generate(inputs, greedy(12))
         assert tokens(again) == wanted
-        full = [len(prompt) - 1 - (len(prompt) - 1) % block_size for prompt in asked]
+        full = [len(prompt) - 1 - (len(prompt) - 1) % block_size for prompt in inputs]
         found = [o.num_cached_tokens for o in again]
-        is_part = all(16 <= n <= most for n, most in zip(found, full, strict=True))
+        is_part = all(16 <= n <= limit for n, limit in zip(found, full, strict=True))
         assert found == full or (has_states and is_part)
-        longer = asked[0] + wanted[0][:8]
+        longer = inputs[0] + wanted[0][:8]
         (more,) = llm.generate([longer], greedy(4))
         assert tokens([more]) == [wanted[0][8:]]
         reached = len(longer) - 1 - (len(longer) - 1) % block_size
         assert more.num_cached_tokens == reached or has_states
         llm.reset_prefix_cache()
-        (fresh,) = llm.generate([asked[0]], greedy(12))
+        (fresh,) = llm.generate([inputs[0]], greedy(12))
         assert (fresh.num_cached_tokens, tokens([fresh])) == (0, wanted[:1])
         assert_idle(llm)
 
 
 def test_shared_prefix_is_computed_once_in_one_step() -> None:
-    """All rows of the first step together compute the shared blocks once."""
     folder = checkpoint("llama")
     shared = prompts()[4][:32]
     with open_llm(folder, block_size=4) as llm:
@@ -238,9 +236,11 @@ def test_shared_prefix_is_computed_once_in_one_step() -> None:
         assert sizes == [32 + 6, 6]
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(TOGETHER[2:], marks=pytest.mark.slow)])
-def test_layers_with_and_without_a_window(cases: tuple[str, ...], tmp_path: Path) -> None:
-    """Two cache groups: the first layer of this qwen2 sees everything, the second a window."""
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(COMBINED[2:], marks=pytest.mark.slow)])
+def test_model_with_full_and_window_layers_matches_transformers(
+    cases: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Two cache groups: this qwen2's first layer attends to all tokens, the second to a window."""
     config_class, model_class, fields = CONFIGS["qwen2"]
     mixed = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
     CONFIGS["mixed"] = (config_class, model_class, fields | mixed)
@@ -252,9 +252,9 @@ def test_layers_with_and_without_a_window(cases: tuple[str, ...], tmp_path: Path
         assert_as_expected(folder, case, num_groups=2)
 
 
-# Layers of two kinds, sinks and chunks. The architectures above have experts and latent vectors;
-# others differ in numbers alone.
-MORE = ("gemma3_text", "gpt_oss", "llama4_text")
+# Layers of two kinds, attention sinks, and chunked attention. The architectures above cover experts
+# and latent vectors; the remaining families differ only in numbers.
+QUICK_FAMILIES = ("gemma3_text", "gpt_oss", "llama4_text")
 
 
 @pytest.mark.parametrize(
@@ -263,15 +263,17 @@ MORE = ("gemma3_text", "gpt_oss", "llama4_text")
         pytest.param(
             family,
             case,
-            marks=[] if family in MORE and case == one_of_two(family) else pytest.mark.slow,
+            marks=[]
+            if family in QUICK_FAMILIES and case == quick_case_of(family)
+            else pytest.mark.slow,
         )
         for family in FAMILIES
-        for case in TOGETHER
+        for case in COMBINED
     ],
 )
-def test_tokens_of_other_families(family: str, case: str) -> None:
-    in_turn = ("gemma2", "gemma3_text", "cohere2", "gpt_oss", "qwen3_5_text", "llama4_text")
-    has_two_kinds = family in in_turn
+def test_tokens_of_other_families_match_transformers(family: str, case: str) -> None:
+    interleaved = ("gemma2", "gemma3_text", "cohere2", "gpt_oss", "qwen3_5_text", "llama4_text")
+    has_two_kinds = family in interleaved
     assert_as_expected(checkpoint(family), case, num_groups=2 if has_two_kinds else 1)
 
 
@@ -284,8 +286,8 @@ def assert_as_expected(folder: Path, case: str, num_groups: int) -> None:
             assert_idle(llm)
 
 
-def test_a_window_pool_serves_a_hit_that_holds_much_of_it() -> None:
-    """The blocks of the hit are part of what the sequence holds at most, not beside it."""
+def test_window_pool_serves_a_hit_that_fills_much_of_it() -> None:
+    """The hit's blocks count towards the sequence's maximum, not in addition to it."""
     folder = checkpoint("mistral")
     line = prompts()[4] + prompts()[2]
     with open_llm(folder, max_num_seqs=1, max_num_batched_tokens=8, block_size=4) as llm:

@@ -1,4 +1,4 @@
-"""examples/front_end.py as its user runs it: a core in its own process, prompts over TCP."""
+"""examples/front_end.py run as by a user: a core in its own process, prompts over TCP."""
 
 import re
 import socket
@@ -29,7 +29,7 @@ def port() -> Iterator[int]:
     process.wait()
 
 
-def test_it_answers_several_connections_at_once(port: int) -> None:
+def test_example_answers_several_open_connections(port: int) -> None:
     connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
     answers = []
     for i, connection in enumerate(connections):
@@ -46,7 +46,7 @@ def test_it_answers_several_connections_at_once(port: int) -> None:
             assert answer == expected.outputs[0].text + "\n\n"
 
 
-def test_errors_are_answered(port: int) -> None:
+def test_example_reports_errors(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(("word " * 9000 + "\n").encode())
         connection.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""`LLM("file.gguf")`: the tokens and texts of the checkpoint that the file was made from."""
+"""`LLM("file.gguf")` gives the tokens and texts of the checkpoint that the file was made from."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def tokens_of(path: Path, prompts: list[Any], **settings: Any) -> list[list[int]
     "architecture",
     slow_but(("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2"), "llama", "gpt2", "gemma2"),
 )
-def test_greedy_tokens_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+def test_greedy_tokens_match_transformers(architecture: str, tmp_path: Path) -> None:
     folder = checkpoint(architecture)
     path = convert(folder, tmp_path / "model.gguf", F32)
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
@@ -36,7 +36,7 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, tmp_path: Pa
     assert tokens_of(path, prompts, dtype="float64", attention_backend="torch") == wanted
 
 
-def test_texts_of_a_float32_file(tmp_path: Path) -> None:
+def test_float32_file_gives_the_tokens_of_its_checkpoint(tmp_path: Path) -> None:
     folder = text_checkpoint()
     path = convert(folder, tmp_path / "model.gguf", F32, byte_level_metadata(folder))
     prompts = ["Hello, my name is", "Paged attention keeps"]
@@ -57,8 +57,8 @@ def answers(model: str, dtype: str) -> list[str]:
         return [output.outputs[0].text for output in llm.chat(conversations, greedy)]
 
 
-def test_the_demo_answers_as_ever(tmp_path: Path, demo_metadata: dict[str, Any]) -> None:
-    """Its weights are bfloat16, which the first file holds exactly; the second nearly."""
+def test_demo_as_gguf_gives_the_same_answers(tmp_path: Path, demo_metadata: dict[str, Any]) -> None:
+    """The demo's weights are bfloat16: exact in the first file, approximate in the second."""
     folder = resolve_model("demo").directory
     wanted = answers("demo", "float32")
     path = convert(folder, tmp_path / "demo.gguf", BF16, demo_metadata)
@@ -69,7 +69,7 @@ def test_the_demo_answers_as_ever(tmp_path: Path, demo_metadata: dict[str, Any])
     assert "42" in answers(str(path), "auto")[0]
 
 
-def test_doctor_knows_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_describes_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = convert(checkpoint("qwen3"), tmp_path / "tiny.gguf", Q8_0)
     main(["doctor", str(path), "--json"])
     known = json.loads(capsys.readouterr().out)

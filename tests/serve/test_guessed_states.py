@@ -1,4 +1,4 @@
-"""Draft tokens for models with states, by the whole engine. An engine without drafts gives the same
+"""Draft tokens for models with states, in the whole engine. An engine without drafts gives the same
 bits, also with chunked prompts, prefix hits, forks and preemption."""
 
 from pathlib import Path
@@ -27,17 +27,17 @@ PLAIN = SamplingParams(temperature=0.8, seed=1, max_tokens=23, ignore_eos=True, 
 SEVERAL = SamplingParams(
     n=3, temperature=0.9, seed=5, max_tokens=17, ignore_eos=True, repetition_penalty=1.3, logprobs=0
 )
-GUESSERS = [(1, 1.0), (4, 1.0), (3, 0.0), (4, 0.7), (9, 0.9)]
+DRAFTERS = [(1, 1.0), (4, 1.0), (3, 0.0), (4, 0.7), (9, 0.9)]
 FEW: dict[str, Any] = {"kv_cache_memory_bytes": pool_bytes(folder(), FEW_BLOCKS, P, 4)}
 
 
 def bits(outputs: list[RequestOutput]) -> list[Any]:
-    """Tokens of all answers, and their log-probabilities."""
+    """Return the tokens, finish reasons and log-probabilities of all answers."""
     return [(c.token_ids, c.finish_reason, c.logprobs) for o in outputs for c in o.outputs]
 
 
-def guess(llm: LLM, outputs: list[RequestOutput], num: int, right: float) -> Oracle:
-    """Let an engine guess by what the answers were."""
+def draft_from(llm: LLM, outputs: list[RequestOutput], num: int, right: float) -> Oracle:
+    """Let an engine draft from its known answers."""
     known = {
         (tuple(o.prompt_token_ids or ()), c.index): list(c.token_ids)
         for o in outputs
@@ -49,43 +49,42 @@ def guess(llm: LLM, outputs: list[RequestOutput], num: int, right: float) -> Ora
 
 
 @pytest.mark.parametrize("dtype", slow_but(("float32", "bfloat16"), "bfloat16"))
-def test_no_guess_changes_an_answer(dtype: str) -> None:
-    """Of single answers, and of several that fork behind a prompt."""
-    asked = random_tokens(3, 8, 21, 30, seed=3)
+def test_drafts_change_no_answer(dtype: str) -> None:
+    """Single answers, and several samples that fork after a prompt."""
+    prompts = random_tokens(3, 8, 21, 30, seed=3)
     with open_llm(dtype=dtype) as llm:
         for params in (PLAIN, SEVERAL):
             draft_with(llm.engine.client.core, None)
-            outputs = ask(llm, asked, params)
-            for num, right in GUESSERS:
-                oracle = guess(llm, outputs, num, right)
-                assert bits(ask(llm, asked, params)) == bits(outputs), (num, right)
+            outputs = ask(llm, prompts, params)
+            for num, right in DRAFTERS:
+                oracle = draft_from(llm, outputs, num, right)
+                assert bits(ask(llm, prompts, params)) == bits(outputs), (num, right)
                 assert oracle.num_tried > 40
                 assert_idle(llm)
 
 
-def test_prompts_in_pieces_beside_rows_that_guess() -> None:
-    """Chunks of some prompts stand in the steps in which other rows try guesses."""
-    asked = random_tokens(3, 30, 8, 37, 21, 33, seed=4)
+def test_drafts_change_no_answer_with_chunked_prompts() -> None:
+    prompts = random_tokens(3, 30, 8, 37, 21, 33, seed=4)
     with open_llm(dtype="float32", enable_prefix_caching=False) as plain:
-        outputs = ask(plain, asked, PLAIN)
+        outputs = ask(plain, prompts, PLAIN)
     own = {"max_num_batched_tokens": 13, "max_num_seqs": 3}
     with open_llm(dtype="float32", **own) as llm:
         for num, right in [(4, 1.0), (4, 0.7), (9, 0.9)]:
-            guess(llm, outputs, num, right)
-            assert bits(ask(llm, asked, PLAIN)) == bits(outputs)
+            draft_from(llm, outputs, num, right)
+            assert bits(ask(llm, prompts, PLAIN)) == bits(outputs)
 
 
 @pytest.mark.parametrize("right", slow_but((1.0, 0.0, 0.8), 0.0, 0.8))
-def test_a_turn_begins_with_the_state_behind_the_last_answer(right: float) -> None:
-    """As without guesses: a block that guesses have filled is named when they turned out right."""
+def test_next_turn_hits_the_state_after_the_last_answer(right: float) -> None:
+    """As without drafts: a block that drafts have filled is named once they are accepted."""
     first, more = random_tokens(9, 6, seed=5)
     cached: list[int | None] = []
-    for is_guessing in (False, True):
+    for is_drafting in (False, True):
         with open_llm(dtype="float32") as llm:
             outputs = ask(llm, [first], PLAIN)
-            if is_guessing:
+            if is_drafting:
                 llm.reset_prefix_cache()
-                oracle = guess(llm, outputs, 5, right)
+                oracle = draft_from(llm, outputs, 5, right)
                 assert bits(ask(llm, [first], PLAIN)) == bits(outputs)
                 assert oracle.num_tried
                 draft_with(llm.engine.client.core, None)
@@ -95,56 +94,58 @@ def test_a_turn_begins_with_the_state_behind_the_last_answer(right: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("mode", "guesses"), in_turn(("swap", "recompute"), ((4, 1.0), (3, 0.0), (9, 0.9)))
+    ("mode", "drafts"), in_turn(("swap", "recompute"), ((4, 1.0), (3, 0.0), (9, 0.9)))
 )
-def test_nobody_gives_way_for_a_guess(mode: str, guesses: tuple[int, float]) -> None:
-    num, right = guesses
-    asked = random_tokens(*[20] * 8, seed=6)
+def test_preemption_with_drafts_in_flight_changes_no_answer(
+    mode: str, drafts: tuple[int, float]
+) -> None:
+    num, right = drafts
+    prompts = random_tokens(*[20] * 8, seed=6)
     with open_llm(dtype="float32", enable_prefix_caching=False) as plain:
-        outputs = ask(plain, asked, PLAIN)
+        outputs = ask(plain, prompts, PLAIN)
     counts = []
     with open_llm(dtype="float32", preemption_mode=mode, enable_prefix_caching=False, **FEW) as llm:
         for _ in range(2):
-            given = ask(llm, asked, PLAIN)
+            given = ask(llm, prompts, PLAIN)
             assert bits(given) == bits(outputs)
             assert_idle(llm)
             counts.append(sum(o.metrics.num_preemptions for o in given if o.metrics))
-            guess(llm, outputs, num, right)
-    assert counts[0] > 0 and counts[1] > 0, "rows gave way, with guesses in flight before and after"
+            draft_from(llm, outputs, num, right)
+    assert counts[0] > 0 and counts[1] > 0, "no row was preempted, without or with drafts"
 
 
-def test_what_was_evicted_comes_back_behind_guesses() -> None:
-    asked = random_tokens(*[40] * 6, seed=3)
+def test_evicted_blocks_are_restored_while_drafting() -> None:
+    prompts = random_tokens(*[40] * 6, seed=3)
     with open_llm(dtype="float32", enable_prefix_caching=False) as plain:
-        outputs = ask(plain, asked, PLAIN)
+        outputs = ask(plain, prompts, PLAIN)
     own = {"max_num_seqs": 1, "kv_host_gb": 0.01}
     with open_llm(dtype="float32", **FEW, **own) as llm:
-        guess(llm, outputs, 6, 0.9)
+        draft_from(llm, outputs, 6, 0.9)
         for _ in range(2):
-            again = [output for prompt in asked for output in ask(llm, [prompt], PLAIN)]
+            again = [output for prompt in prompts for output in ask(llm, [prompt], PLAIN)]
             assert bits(again) == bits(outputs)
         assert all(output.num_cached_tokens for output in again)
 
 
-def test_an_answer_that_ends_inside_its_guesses() -> None:
-    asked = random_tokens(10, 14, seed=7)
+def test_stop_token_among_drafts_ends_the_answer() -> None:
+    prompts = random_tokens(10, 14, seed=7)
     with open_llm(dtype="float32") as llm:
-        outputs = ask(llm, asked, PLAIN)
+        outputs = ask(llm, prompts, PLAIN)
         stops = [output.outputs[0].token_ids[11] for output in outputs]
         stopped = msgspec.structs.replace(PLAIN, stop_token_ids=stops)
-        plain = ask(llm, asked, stopped)
-        guess(llm, outputs, 8, 1.0)
-        assert bits(ask(llm, asked, stopped)) == bits(plain)
+        plain = ask(llm, prompts, stopped)
+        draft_from(llm, outputs, 8, 1.0)
+        assert bits(ask(llm, prompts, stopped)) == bits(plain)
         assert_idle(llm)
 
 
-def test_what_guesses_keep_is_counted() -> None:
-    """By the memory plan, with which `quire fit` answers: the memory of the largest step. All rows
-    together try no more than that has room for."""
-    asked = random_tokens(*[5] * 6, seed=8)
+def test_memory_plan_counts_retained_inputs_of_drafts() -> None:
+    """The plan, which `quire fit` uses, has the memory of the largest step. All rows together draft
+    no more tokens than fit in it."""
+    prompts = random_tokens(*[5] * 6, seed=8)
     with open_llm(dtype="bfloat16", max_num_seqs=6) as llm:
-        guess(llm, ask(llm, asked, PLAIN), 9, 1.0)
-        ask(llm, asked, PLAIN)
+        draft_from(llm, ask(llm, prompts, PLAIN), 9, 1.0)
+        ask(llm, prompts, PLAIN)
         runner = llm.engine.client.core.executor._built.runner  # type: ignore[attr-defined]
         counted = retained_inputs_bytes(llm.engine.config, llm.engine.spec)
         assert runner.model._retained._memory.nbytes == counted > 0
@@ -155,21 +156,21 @@ def test_what_guesses_keep_is_counted() -> None:
 @pytest.mark.parametrize(
     ("variant", "quantization"), in_turn(("qwen3_next", "qwen3_5_moe"), (None, "int8"))
 )
-def test_mixtures_and_rounded_weights(
+def test_drafts_change_no_answer_of_moe_and_int8_models(
     variant: str, quantization: str | None, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path, variant)
-    asked = random_tokens(5, 19, seed=9)
+    prompts = random_tokens(5, 19, seed=9)
     own: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization, "block_size": P}
     with LLM(str(tmp_path), max_model_len=64, disable_log_stats=True, **own) as llm:
-        outputs = ask(llm, asked, PLAIN)
+        outputs = ask(llm, prompts, PLAIN)
         for num, right in [(4, 1.0), (4, 0.7)]:
-            guess(llm, outputs, num, right)
-            assert bits(ask(llm, asked, PLAIN)) == bits(outputs)
+            draft_from(llm, outputs, num, right)
+            assert bits(ask(llm, prompts, PLAIN)) == bits(outputs)
 
 
-def test_whatever_rows_ask_for() -> None:
-    """Those that may guess beside those that may not; and prompts that are scored."""
+def test_drafts_change_no_answer_for_any_parameters() -> None:
+    """Rows that may draft are batched with rows that may not, and with scored prompts."""
     common: dict[str, Any] = {"max_tokens": 15, "ignore_eos": True, "logprobs": 1}
     params = [
         SamplingParams(**common, seed=1, presence_penalty=0.4, min_p=0.02, logit_bias={4: 2.0}),
@@ -178,25 +179,27 @@ def test_whatever_rows_ask_for() -> None:
         SamplingParams(n=2, use_beam_search=True, temperature=0.0, max_tokens=15),
         SamplingParams(**common, seed=3, xtc_probability=0.7, xtc_threshold=0.05),
     ]
-    asked = [{"prompt_token_ids": p} for p in random_tokens(9, 17, 25, 12, 6, seed=10)]
+    prompts = [{"prompt_token_ids": p} for p in random_tokens(9, 17, 25, 12, 6, seed=10)]
     with open_llm(dtype="float32") as llm:
-        outputs = llm.generate(asked, params, use_tqdm=False)
-        oracle = guess(llm, outputs, 5, 0.8)
-        again = llm.generate(asked, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        oracle = draft_from(llm, outputs, 5, 0.8)
+        again = llm.generate(prompts, params, use_tqdm=False)
         assert bits(again) == bits(outputs) and oracle.num_tried > 40
         assert [o.prompt_logprobs for o in again] == [o.prompt_logprobs for o in outputs]
 
 
-@pytest.mark.parametrize(("owner", "place"), [(VerifyStep, "_hidden"), (RecordedInputs, "settle")])
-def test_a_step_that_fails_in_the_midst_of_guesses(
-    owner: Any, place: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "attribute"), [(VerifyStep, "_hidden"), (RecordedInputs, "settle")]
+)
+def test_failed_step_with_drafts_is_repeated(
+    owner: Any, attribute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows go back to states that were left before, also if the step had left some."""
-    asked = random_tokens(8, 21, 14, seed=11)
+    """Its rows return to states saved before the step, even if the step had saved some."""
+    prompts = random_tokens(8, 21, 14, seed=11)
     with open_llm(dtype="float32") as llm:
-        outputs = ask(llm, asked, PLAIN)
-        guess(llm, outputs, 5, 0.9)
-        inner, calls = getattr(owner, place), list[int]()
+        outputs = ask(llm, prompts, PLAIN)
+        draft_from(llm, outputs, 5, 0.9)
+        inner, calls = getattr(owner, attribute), list[int]()
 
         def failing(*arguments: Any) -> Any:
             calls.append(len(calls))
@@ -205,8 +208,8 @@ def test_a_step_that_fails_in_the_midst_of_guesses(
                 raise RuntimeError("once")
             return found
 
-        monkeypatch.setattr(owner, place, failing)
-        assert bits(ask(llm, asked, PLAIN)) == bits(outputs)
+        monkeypatch.setattr(owner, attribute, failing)
+        assert bits(ask(llm, prompts, PLAIN)) == bits(outputs)
         assert len(calls) > 3
         assert_idle(llm)
 
@@ -219,23 +222,23 @@ METHODS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", slow_but(METHODS, *METHODS[1:]), ids=lambda m: m["method"])
-def test_every_method_guesses_for_them(
+def test_every_drafting_method_works_with_states(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers of a draft model stand in a cache group behind that of the states."""
-    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)  # on a slow machine too
+    """A draft model's layers have a cache group after that of the states."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)  # draft on a slow machine, too
     if settings["method"] == "draft_model":
         settings = settings | {"model": str(checkpoint("llama"))}
     (part,) = random_tokens(7, seed=12)
-    asked = [part * 2, part * 3, part[:4] * 4]
+    prompts = [part * 2, part * 3, part[:4] * 4]
     loop = SamplingParams(
         max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=1,
-        logit_bias={5: 3.0, 6: 3.0, 7: 3.0},  # few tokens repeat themselves
+        logit_bias={5: 3.0, 6: 3.0, 7: 3.0},  # so few tokens that they repeat
     )  # fmt: skip
     with open_llm(dtype="float32") as plain:
-        wanted = bits(ask(plain, asked, loop)), bits(ask(plain, asked, SEVERAL))
+        wanted = bits(ask(plain, prompts, loop)), bits(ask(plain, prompts, SEVERAL))
     with open_llm(dtype="float32", speculative_config=settings) as llm:
-        outputs = ask(llm, asked, loop)
-        assert (bits(outputs), bits(ask(llm, asked, SEVERAL))) == wanted
+        outputs = ask(llm, prompts, loop)
+        assert (bits(outputs), bits(ask(llm, prompts, SEVERAL))) == wanted
         assert any(output.metrics and output.metrics.num_draft_tokens for output in outputs)
         assert_idle(llm)

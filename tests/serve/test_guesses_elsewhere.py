@@ -1,5 +1,5 @@
-"""Draft tokens against transformers. Sampled tokens have the distribution that transformers
-computes, and greedy ones equal its own assisted generation."""
+"""Draft tokens compared with transformers. Sampled tokens have the distribution that transformers
+computes, and greedy ones equal its assisted generation."""
 
 import itertools
 import random
@@ -28,8 +28,8 @@ VOCAB = 5
 PROMPT = [1, 3, 2]
 NUM_TOKENS = 4
 NUM_DRAWS = 3000
-TEMPERATURE = 2.0  # the tiny model is sure of itself
-LEAST_P = 1e-3  # of a fixed draw: the seeds are the same each time
+TEMPERATURE = 2.0  # the tiny model is confident
+MIN_P = 1e-3  # for a fixed draw: the seeds never change
 
 
 def open_llm(folder: Any, **settings: Any) -> LLM:
@@ -41,7 +41,7 @@ def open_llm(folder: Any, **settings: Any) -> LLM:
 
 @cache
 def chances_of_answers() -> dict[tuple[int, ...], float]:
-    """The probability of each answer, by transformers."""
+    """Return the probability of each answer, computed by transformers."""
     found = {}
     for answer in itertools.product(range(VOCAB), repeat=NUM_TOKENS - 1):
         logits = reference_logits(checkpoint("llama", VOCAB), [*PROMPT, *answer])
@@ -53,20 +53,20 @@ def chances_of_answers() -> dict[tuple[int, ...], float]:
 
 
 @cache
-def by_chance(said: tuple[int, ...], choose: Callable[..., int]) -> tuple[int, ...]:
-    """Go on to the end, each time with the most likely (max) or least likely (min) token."""
+def by_chance(prefix: tuple[int, ...], choose: Callable[..., int]) -> tuple[int, ...]:
+    """Extend a prefix to the end with the most likely (max) or least likely (min) tokens."""
 
     def chance(token_id: int) -> float:
-        begins, chances = (*said, token_id), chances_of_answers()
+        begins, chances = (*prefix, token_id), chances_of_answers()
         return sum(p for answer, p in chances.items() if answer[: len(begins)] == begins)
 
-    if len(said) == NUM_TOKENS:
-        return said
-    return by_chance((*said, choose(range(VOCAB), key=chance)), choose)
+    if len(prefix) == NUM_TOKENS:
+        return prefix
+    return by_chance((*prefix, choose(range(VOCAB), key=chance)), choose)
 
 
-class Guesser(StandIn):
-    """Guesses all that is left of an answer."""
+class AnswerDrafter(StandIn):
+    """Drafts all remaining tokens of an answer."""
 
     def __init__(self, kind: str) -> None:
         self._kind, self._random = kind, random.Random(0)
@@ -75,18 +75,20 @@ class Guesser(StandIn):
         drafts = []
         for sequence in sequences:
             known = sequence.num_known_tokens
-            said = sequence.known_tokens[len(PROMPT) :].tolist()
+            prefix = sequence.known_tokens[len(PROMPT) :].tolist()
             if self._kind == "random":
-                guesses = [self._random.randrange(VOCAB) for _ in range(NUM_TOKENS - len(said))]
+                draft_tokens = [
+                    self._random.randrange(VOCAB) for _ in range(NUM_TOKENS - len(prefix))
+                ]
             else:
                 choose = {"likely": max, "unlikely": min}[self._kind]
-                guesses = list(by_chance(tuple(said), choose)[len(said) :])
-            drafts.append(Draft(sequence.request.request_id, sequence.index, known, guesses))
+                draft_tokens = list(by_chance(tuple(prefix), choose)[len(prefix) :])
+            drafts.append(Draft(sequence.request.request_id, sequence.index, known, draft_tokens))
         return drafts
 
 
 def p_value(counts: Counter[tuple[int, ...]]) -> float:
-    """Of a chi-square test against the exact chances; rare answers count together."""
+    """Return the p-value of a chi-square test against the exact chances; merge rare answers."""
     expected = {answer: p * NUM_DRAWS for answer, p in chances_of_answers().items()}
     pairs = [(counts[answer], num) for answer, num in expected.items() if num >= 5]
     rest = NUM_DRAWS - sum(n for n, _ in pairs), NUM_DRAWS - sum(e for _, e in pairs)
@@ -96,14 +98,14 @@ def p_value(counts: Counter[tuple[int, ...]]) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def test_the_test_would_see_another_distribution() -> None:
-    """Draws from a temperature that is a tenth off."""
+def test_chi_square_test_detects_another_distribution() -> None:
+    """Draw from a temperature that is a tenth off."""
     answers = list(chances_of_answers())
     chances = torch.tensor(list(chances_of_answers().values()), dtype=torch.float64)
     for power, is_seen in ((1.0, False), (1.1, True)):
         torch.manual_seed(0)
         drawn = torch.multinomial(chances**power, NUM_DRAWS, replacement=True)
-        assert (p_value(Counter(answers[i] for i in drawn.tolist())) < LEAST_P) == is_seen
+        assert (p_value(Counter(answers[i] for i in drawn.tolist())) < MIN_P) == is_seen
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +119,11 @@ def tiny() -> Iterator[LLM]:
     "kind",
     ["likely", "unlikely", "random"],
 )
-def test_tokens_have_the_distribution_of_the_model(tiny: LLM, kind: str) -> None:
-    """With guesses that are often right and with guesses that are hardly ever right."""
+def test_sampled_tokens_have_the_distribution_of_the_model(tiny: LLM, kind: str) -> None:
+    """Drafts are often accepted (likely) or hardly ever (unlikely)."""
     core, steps = tiny.engine.client.core, list[Stepped]()
     core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
-    draft_with(core, Guesser(kind))
+    draft_with(core, AnswerDrafter(kind))
     params = [
         SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=NUM_TOKENS)
         for seed in range(NUM_DRAWS)
@@ -130,25 +132,25 @@ def test_tokens_have_the_distribution_of_the_model(tiny: LLM, kind: str) -> None
         [{"prompt_token_ids": PROMPT}] * NUM_DRAWS, params, use_tqdm=False
     )  # fmt: skip
     counts = Counter(tuple(output.outputs[0].token_ids) for output in outputs)
-    assert p_value(counts) > LEAST_P
-    accepted, guessed = sum(s.num_accepted for s in steps), sum(s.num_draft_tokens for s in steps)
-    assert guessed > accepted > {"likely": 0.3, "unlikely": 0.0, "random": 0.1}[kind] * guessed
+    assert p_value(counts) > MIN_P
+    accepted, drafted = sum(s.num_accepted for s in steps), sum(s.num_draft_tokens for s in steps)
+    assert drafted > accepted > {"likely": 0.3, "unlikely": 0.0, "random": 0.1}[kind] * drafted
 
 
 @pytest.mark.parametrize(
-    ("guesses", "assistant"),
+    ("speculation", "assistant"),
     [
         ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1}, False),
         ({"method": "suffix"}, False),
         pytest.param({"method": "suffix"}, True, marks=pytest.mark.slow),
     ],
 )
-def test_greedy_tokens_of_assisted_generation(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, guesses: dict[str, Any], assistant: bool
+def test_greedy_tokens_match_assisted_generation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, speculation: dict[str, Any], assistant: bool
 ) -> None:
-    """transformers looks prompts up, or asks another model."""
+    """transformers drafts by prompt look-up, or with an assistant model."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
-    folder = checkpoint("llama", 11)  # of few tokens: it repeats itself
+    folder = checkpoint("llama", 11)  # a small vocabulary: it repeats itself
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
     if assistant:
         other = write_checkpoint(tmp_path, "llama", 11, seed=1)
@@ -164,7 +166,7 @@ def test_greedy_tokens_of_assisted_generation(
                 eos_token_id=None, pad_token_id=0, **options,
             )  # fmt: skip
         wanted.append(out[0, len(prompt) :].tolist())
-    with open_llm(folder, speculative_config=guesses) as llm:
+    with open_llm(folder, speculative_config=speculation) as llm:
         steps = list[Stepped]()
         core = llm.engine.client.core
         core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)

@@ -1,5 +1,5 @@
-"""A prompt computed in one engine, and its answer in another one: the same tokens over every store.
-Only missing blocks move, and lost blocks are recomputed.
+"""Disaggregated prefill: one engine computes a prompt, another one its answer. Every store gives
+the same tokens. Only missing blocks move, and lost blocks are recomputed.
 
 Covers `base/settings/cache_config.py`, `base/kv_orders.py`, `base/settings/kv_transfer.py` and
 `scheduler/reuse/offers.py`.
@@ -44,7 +44,7 @@ SAMPLED = {"temperature": 0.8, "seed": 1}
 GREEDY = {"temperature": 0.0}
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 16}
 
-Urls = tuple[list[str], list[str]]  # the stores of the engine that computes prompts, of the other
+Urls = tuple[list[str], list[str]]  # stores of the prefill engine and of the decode engine
 
 
 def params(transfer: Any = None, **chosen: Any) -> SamplingParams:
@@ -69,7 +69,7 @@ def generate(llm: LLM, prompt: Any, *args: Any, **chosen: Any) -> RequestOutput:
 
 
 def settled(llm: LLM) -> None:
-    """All that went to stores is there, and nobody holds a block."""
+    """Wait until all blocks are stored, then check that no block is in use."""
     running = llm._alive.client.core
     while stores_of(running).num_open:
         running.wait_for_answers()
@@ -80,7 +80,7 @@ def settled(llm: LLM) -> None:
 
 @pytest.fixture(autouse=True)
 def secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers prove that they know it."""
+    """Set the secret with which peers authenticate."""
     monkeypatch.setenv(SECRET, "a secret of these tests")
 
 
@@ -129,17 +129,17 @@ def wanted() -> dict[str, list[Any]]:
         }
 
 
-def test_one_engine_goes_on_where_another_ends(urls: Urls, wanted: dict[str, list[Any]]) -> None:
-    """Both legs, as a router sends them. What the second engine has already is not moved."""
+def test_decode_engine_continues_a_remote_prompt(urls: Urls, wanted: dict[str, list[Any]]) -> None:
+    """Send both legs as a router does. Blocks that the second engine already has do not move."""
     first, second = open_pair(urls)
     with first, second:
         block_bytes = sum(scheduler_of(first).memory.kv.block_bytes)
         for number, prompt in enumerate(PROMPTS):
-            told = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
-            assert told is not None and told["do_remote_prefill"] is True
-            assert told["remote_num_blocks"] == FULL
+            kv_params = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
+            assert kv_params is not None and kv_params["do_remote_prefill"] is True
+            assert kv_params["remote_num_blocks"] == FULL
             kind, chosen = ("greedy", GREEDY) if number % 2 else ("sampled", SAMPLED)
-            output = generate(second, prompt, told | {"of_a_router": 1}, **chosen)
+            output = generate(second, prompt, kv_params | {"of_a_router": 1}, **chosen)
             assert found([output]) == wanted[kind][number]
             assert output.num_cached_tokens == FULL * BLOCK
             assert output.prefix is not None and output.prefix.store == FULL * BLOCK
@@ -147,12 +147,12 @@ def test_one_engine_goes_on_where_another_ends(urls: Urls, wanted: dict[str, lis
         settled(first)
         assert view(first).num_kept_bytes == view(second).num_fetched_bytes
         assert view(second).num_fetched_bytes == FULL * len(PROMPTS) * block_bytes
-        # The first half is there: only the other one moves.
+        # The second engine has the first half: only the other half moves.
         half = PROMPTS[0]["prompt_token_ids"][: FULL // 2 * BLOCK]
         longer = {"prompt_token_ids": half + PROMPTS[1]["prompt_token_ids"][: LENGTH - len(half)]}
         before, kept = view(second).num_fetched, view(first).num_kept
-        told = generate(first, longer, FIRST_LEG, max_tokens=1).kv_transfer_params
-        generate(second, longer, told)
+        kv_params = generate(first, longer, FIRST_LEG, max_tokens=1).kv_transfer_params
+        generate(second, longer, kv_params)
         settled(first)
         assert view(second).num_fetched - before == FULL - FULL // 2
         assert view(first).num_kept - kept == FULL - FULL // 2
@@ -160,12 +160,12 @@ def test_one_engine_goes_on_where_another_ends(urls: Urls, wanted: dict[str, lis
         settled(second)
 
 
-def test_only_marked_requests_are_kept_at_once_unless_all_are(shm: str) -> None:
+def test_only_marked_requests_are_stored_unless_eager_or_producer(shm: str) -> None:
     with open_llm("qwen3", kv_store=shm, **SETTINGS) as llm:
         assert generate(llm, PROMPTS[0]).kv_transfer_params is None
         settled(llm)
         assert view(llm).num_kept == 0
-        # What was computed before belongs to the marked request as well.
+        # Blocks that an earlier request computed belong to the marked request as well.
         generate(llm, PROMPTS[0], FIRST_LEG, max_tokens=1)
         settled(llm)
         assert view(llm).num_kept == FULL
@@ -180,7 +180,7 @@ PRODUCER = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_buffe
 CONSUMER = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
 
 
-def test_a_consumer_gives_nothing(shm: str) -> None:
+def test_consumer_stores_no_blocks(shm: str) -> None:
     pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
     few = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1, "kv_transfer_config": CONSUMER}
     with open_llm("qwen3", kv_store=shm, **SETTINGS, **few) as llm:
@@ -189,27 +189,29 @@ def test_a_consumer_gives_nothing(shm: str) -> None:
         settled(llm)
         assert view(llm).num_kept == 0
     with open_llm("qwen3", kv_store=shm, **SETTINGS) as llm:
-        assert generate(llm, PROMPTS[0]).num_cached_tokens == 0, "nor at its end"
+        assert generate(llm, PROMPTS[0]).num_cached_tokens == 0, (
+            "the consumer stored blocks when it closed"
+        )
 
 
-def test_the_second_engine_does_not_wait_for_what_will_not_come(shm: str) -> None:
-    """Of another prompt, of another engine; each is computed at once."""
+def test_decode_engine_does_not_wait_for_unavailable_blocks(shm: str) -> None:
+    """Parameters of another prompt or another engine: the prompt is recomputed immediately."""
     first, second = open_pair(([shm], [shm]))
     with first, second:
-        told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
-        assert told is not None
+        kv_params = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+        assert kv_params is not None
         orders = watched(second)
         foreign = {"do_remote_prefill": True, "remote_block_ids": [3, 4], "remote_host": "x"}
-        for prompt, transfer in zip(PROMPTS[1:], (told, foreign), strict=False):
+        for prompt, transfer in zip(PROMPTS[1:], (kv_params, foreign), strict=False):
             assert generate(second, prompt, transfer).num_cached_tokens == 0
         assert orders and not any(getattr(order, "wait_s", 0.0) for order in orders)
 
 
-def test_blocks_are_fetched_while_others_are_computed(
+def test_blocks_are_fetched_while_the_prompt_is_computed(
     shm: str, wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second leg comes first: it gets each block when it comes, and ends with the same
-    tokens. It waits for as long as a busy machine may take."""
+    """The second leg starts first and fetches each block as soon as it is stored. Its tokens are
+    the same. The time limits suit a busy machine."""
     monkeypatch.setattr(stores_file, "WAIT_S", PATIENCE_S)
     monkeypatch.setitem(worker_file.WAIT_S, LookUp, 2 * PATIENCE_S)
     first, second = open_pair(([shm], [shm]))
@@ -219,15 +221,17 @@ def test_blocks_are_fetched_while_others_are_computed(
         prompt = second._alive.renderer.render(PROMPTS[0])
         other.add(requests.make(prompt, params({"do_remote_prefill": True}, **GREEDY), "late"))
         client.add(first._alive.requests.make(prompt, params(FIRST_LEG, max_tokens=1), "early"))
-        there = []
+        counts = []
         until_s = time.monotonic() + PATIENCE_S
         while client.num_unfinished:
             client.step()
             while view(second).num_fetched < (kept := settled_stores(client.core)):
-                assert time.monotonic() < until_s, f"{kept} blocks were kept, and not all came"
+                assert time.monotonic() < until_s, (
+                    f"{kept} blocks were stored, but not all were fetched"
+                )
                 other._outputs.process(other.core.advance(), 0.0)
-            there.append(kept)
-        assert there == [0, 4, FULL], "two chunks' blocks come before the last step ends"
+            counts.append(kept)
+        assert counts == [0, 4, FULL], "the blocks of two chunks arrive before the last step ends"
         outputs = []
         while other.num_unfinished:
             outputs = other.step() or outputs
@@ -236,9 +240,8 @@ def test_blocks_are_fetched_while_others_are_computed(
 
 
 @pytest.mark.parametrize("urls", slow_but(KINDS, "peer"), indirect=True)
-def test_a_conversation_goes_through_three_engines(urls: Urls) -> None:
-    """Each turn in another engine, which begins with what the one before has left: its answer,
-    too."""
+def test_conversation_moves_through_three_engines(urls: Urls) -> None:
+    """Each engine starts from the blocks that the previous one stored, including its answer's."""
     if not urls[1]:
         pytest.skip("a peer has what it computes itself")
     history, alone, got, cached = PROMPTS[0]["prompt_token_ids"][:21], [], [], []
@@ -261,19 +264,19 @@ def test_a_conversation_goes_through_three_engines(urls: Urls) -> None:
     assert cached == [0] + [(21 + 9 * turn - 2) // BLOCK * BLOCK for turn in (1, 2, 3)]
 
 
-def test_states_are_handed_over_and_nobody_waits_for_those_that_are_not_left(shm: str) -> None:
-    """Of a model whose layers remember a state: a prompt's last one, and not that of each block."""
-    asked = random_tokens(40, seed=9)[0]
-    prompt = {"prompt_token_ids": asked}
+def test_hybrid_model_hands_over_the_last_state_of_a_prompt(shm: str) -> None:
+    """Only a prompt's last state is stored; the second engine does not wait for the others."""
+    ids = random_tokens(40, seed=9)[0]
+    prompt = {"prompt_token_ids": ids}
     with test_hybrid.open_llm(dtype="float32", enable_prefix_caching=False) as plain:
         alone = found([generate(plain, prompt, **SAMPLED)])
     own: dict[str, Any] = {"dtype": "float32", "kv_store": shm, "max_num_batched_tokens": 16}
     with test_hybrid.open_llm(**own) as first, test_hybrid.open_llm(**own) as second:
-        told = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
+        kv_params = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
         settled(first)
         orders = watched(second)
-        for _ in range(2):  # the second time all is here
-            output = generate(second, prompt, told, **SAMPLED)
+        for _ in range(2):  # the second run hits only local blocks
+            output = generate(second, prompt, kv_params, **SAMPLED)
             assert found([output]) == alone
             assert output.num_cached_tokens == test_hybrid.END
         assert [type(order) for order in orders] == [LookUp, Fetch]
@@ -281,7 +284,7 @@ def test_states_are_handed_over_and_nobody_waits_for_those_that_are_not_left(shm
 
 
 def watched(llm: LLM) -> list[Any]:
-    """The orders to stores from now on."""
+    """Record the orders that are sent to stores from now on."""
     orders: list[Any] = []
     connections: Any = stores_of(llm._alive.client.core)
     submit = connections.submit
@@ -296,12 +299,12 @@ def settled_stores(running: Any) -> int:
 
 
 @pytest.mark.parametrize("harm", ["flip", "swap", "remove"])
-def test_what_is_lost_or_damaged_is_computed_again(
+def test_lost_or_damaged_blocks_are_recomputed(
     harm: str, tmp_path: Path, wanted: dict[str, Any]
 ) -> None:
     first, second = open_pair(([f"dir:{tmp_path}"], [f"dir:{tmp_path}"]))
     with first, second:
-        told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+        kv_params = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
         settled(first)
         files = sorted(path for path in tmp_path.rglob("*.kv"))
         assert len(files) == FULL
@@ -313,40 +316,40 @@ def test_what_is_lost_or_damaged_is_computed_again(
                 file.write_bytes(data[i - 1])
             elif i % 2:
                 file.unlink()
-        output = generate(second, PROMPTS[0], told, **SAMPLED)
+        output = generate(second, PROMPTS[0], kv_params, **SAMPLED)
         assert found([output]) == wanted["sampled"][0]
         settled(second)
 
 
-def test_another_models_blocks_are_never_used(shm: str) -> None:
+def test_blocks_of_another_dtype_or_salt_are_never_used(shm: str) -> None:
     first, _ = open_llm("qwen3", kv_store=shm, **SETTINGS), None
     with first, open_llm("qwen3", kv_store=shm, **(SETTINGS | {"dtype": "bfloat16"})) as second:
-        told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
-        assert generate(second, PROMPTS[0], told).num_cached_tokens == 0
+        kv_params = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+        assert generate(second, PROMPTS[0], kv_params).num_cached_tokens == 0
         salted = PROMPTS[0] | {"cache_salt": "a tenant's"}
         assert generate(first, salted, FIRST_LEG, max_tokens=1).num_cached_tokens == 0
 
 
-def test_a_peer_finds_what_host_memory_holds_and_what_is_lost_is_offered_again() -> None:
-    """Serving copies nothing: with host memory for little more than one prompt, the next ones push
-    it out, and who computes it again lets peers have it again."""
+def test_peer_serves_host_memory_and_offers_recomputed_blocks_again() -> None:
+    """Serving copies nothing. Host memory fits little more than one prompt, so the next ones evict
+    it; once it is recomputed, peers can fetch it again."""
     pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
     few: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1}
     few["kv_host_gb"] = pool / 1e9
     with open_llm("qwen3", kv_store="serve://127.0.0.1:0", **SETTINGS, **few) as first:
         for _ in range(2):
             for prompt in PROMPTS:
-                told = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
+                kv_params = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
                 settled(first)
             peer = f"peer://127.0.0.1:{port_of(first)}"
             with open_llm("qwen3", kv_store=peer, **SETTINGS) as second:
-                assert generate(second, PROMPTS[-1], told).num_cached_tokens == FULL * BLOCK
+                assert generate(second, PROMPTS[-1], kv_params).num_cached_tokens == FULL * BLOCK
                 assert generate(second, PROMPTS[0]).num_cached_tokens == 0
                 settled(second)
 
 
-def test_a_request_names_the_peer_that_is_asked() -> None:
-    """Of those in the settings; one that is not there is never asked, and stops nothing."""
+def test_request_selects_the_peer_by_host_and_port() -> None:
+    """An address outside of the settings is never used: every configured peer is queried."""
     served_at = "serve://127.0.0.1:0"
     with (
         open_llm("qwen3", kv_store=served_at, **SETTINGS) as one,
@@ -356,26 +359,26 @@ def test_a_request_names_the_peer_that_is_asked() -> None:
         with open_llm("qwen3", kv_store=peers, **SETTINGS) as second:
             orders = watched(second)
             for number, (llm, prompt) in enumerate(zip((one, two), PROMPTS, strict=False)):
-                told = generate(llm, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
+                kv_params = generate(llm, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
                 settled(llm)
                 orders.clear()
-                named = told | {"remote_host": "127.0.0.1", "remote_port": port_of(llm)}
+                named = kv_params | {"remote_host": "127.0.0.1", "remote_port": port_of(llm)}
                 assert generate(second, prompt, named).num_cached_tokens == FULL * BLOCK
                 assert {order.store for order in orders} == {number}
-            told = generate(one, PROMPTS[2], FIRST_LEG, max_tokens=1).kv_transfer_params
+            kv_params = generate(one, PROMPTS[2], FIRST_LEG, max_tokens=1).kv_transfer_params
             orders.clear()
-            named = told | {"remote_host": "198.51.100.1", "remote_port": 80}
+            named = kv_params | {"remote_host": "198.51.100.1", "remote_port": 80}
             assert generate(second, PROMPTS[2], named).num_cached_tokens == FULL * BLOCK
             assert {order.store for order in orders} == {0, 1}
 
 
-def test_a_peer_that_has_gone_is_a_miss(wanted: dict[str, Any]) -> None:
+def test_closed_peer_counts_as_a_miss(wanted: dict[str, Any]) -> None:
     first, second = open_pair((["serve://127.0.0.1:0"], []))
     with second:
         with first:
-            told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+            kv_params = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
             gone = generate(first, PROMPTS[1], FIRST_LEG, max_tokens=1).kv_transfer_params
-            output = generate(second, PROMPTS[0], told, **GREEDY)
+            output = generate(second, PROMPTS[0], kv_params, **GREEDY)
             assert output.num_cached_tokens == FULL * BLOCK
         output = generate(second, PROMPTS[1], gone, **GREEDY)
         assert found([output]) == wanted["greedy"][1]
@@ -383,15 +386,14 @@ def test_a_peer_that_has_gone_is_a_miss(wanted: dict[str, Any]) -> None:
         settled(second)
 
 
-def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
-    """n answers to one prompt that was computed elsewhere; who is cancelled leaves nothing."""
+def test_samples_share_a_remote_prompt_and_cancelled_requests_leak_nothing(shm: str) -> None:
     several = {"n": 3, "temperature": 0.9, "seed": 4}
     with open_llm("qwen3", enable_prefix_caching=False, **SETTINGS) as llm:
         alone = [each.token_ids for each in generate(llm, PROMPTS[2], **several).outputs]
     first, second = open_pair(([shm], [shm]), max_num_batched_tokens=7)
     with first, second:
-        told = generate(first, PROMPTS[2], FIRST_LEG, max_tokens=1).kv_transfer_params
-        output = generate(second, PROMPTS[2], told, **several)
+        kv_params = generate(first, PROMPTS[2], FIRST_LEG, max_tokens=1).kv_transfer_params
+        output = generate(second, PROMPTS[2], kv_params, **several)
         assert [each.token_ids for each in output.outputs] == alone
         assert output.num_cached_tokens == FULL * BLOCK
         for llm, transfer in ((first, FIRST_LEG), (second, {"do_remote_prefill": True})):
@@ -408,7 +410,7 @@ def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"kv_transfer_config": CONSUMER}, "needs a store that both engines reach"),
         ({"kv_transfer_config": {"kv_role": "boss"}}, "kv_role .* must be one of kv_producer"),
@@ -427,15 +429,15 @@ def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
         ({"kv_store": "peer://nowhere"}, "takes HOST:PORT"),
     ],
 )
-def test_wrong_settings_are_told(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str
+def test_invalid_settings_are_rejected_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv(SECRET, "a secret" if "nowhere" in str(settings) else "")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         open_llm("qwen3", **settings)
 
 
-def test_vllms_connector_of_a_directory_is_that_directory(tmp_path: Path) -> None:
+def test_vllm_directory_connectors_map_to_a_dir_store(tmp_path: Path) -> None:
     extra = {"shared_storage_path": str(tmp_path)}
     given = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     given |= {"kv_connector_extra_config": extra}  # type: ignore[dict-item]
@@ -446,7 +448,7 @@ def test_vllms_connector_of_a_directory_is_that_directory(tmp_path: Path) -> Non
             assert llm._alive.config.cache.stores == [f"dir:{tmp_path}"]
 
 
-def test_odd_params_are_told() -> None:
+def test_invalid_kv_transfer_params_are_rejected() -> None:
     with open_llm("qwen3") as llm:
         for odd in ({"do_remote_decode": "yes"}, [1], {str(i): 0 for i in range(99)}):
             with pytest.raises(RequestError, match="kv_transfer_params"):

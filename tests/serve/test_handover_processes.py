@@ -1,4 +1,4 @@
-"""Servers that hand prompts over, and are killed meanwhile. The other server still answers, with
+"""Servers that hand prompts over and are killed meanwhile. The other server still answers, with
 the tokens of a single server."""
 
 import http.client
@@ -29,7 +29,7 @@ def store() -> Iterator[str]:
 
 
 def ask(server: Server, prompt: str, max_tokens: int, transfer: Any) -> dict[str, Any] | None:
-    """The answer; None if the server has gone."""
+    """Return the answer, or None if the server is gone."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     body |= {"kv_transfer_params": transfer}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
@@ -51,35 +51,35 @@ def prompts(num: int, seed: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_while_it_computes_prompts(store: str) -> None:
-    """At any moment: both legs are sent at once, and the first server dies at a random time."""
+def test_killed_prefill_server_changes_no_answer(store: str) -> None:
+    """Both legs are sent together, and the prefill server is killed at a random time."""
     second = Server("--kv-store", store, *OPTIONS)
     numbers = random.Random(1)
     for number in range(4):
         first = Server("--kv-store", store, "--kv-eager", *OPTIONS)
-        asked = prompts(4, number)
-        legs = [threading.Thread(target=ask, args=(first, p, 1, FIRST_LEG)) for p in asked]
+        texts = prompts(4, number)
+        legs = [threading.Thread(target=ask, args=(first, p, 1, FIRST_LEG)) for p in texts]
         for leg in legs:
             leg.start()
         timer = threading.Timer(numbers.uniform(0.0, 1.0), os.kill, (first.core, signal.SIGKILL))
         timer.start()
-        answers = [ask(second, p, 8, {"do_remote_prefill": True}) for p in asked]
+        answers = [ask(second, p, 8, {"do_remote_prefill": True}) for p in texts]
         for leg in legs:
             leg.join(WAIT_S)
         timer.join()
         first.stop(signal.SIGKILL)
         assert all(answer is not None for answer in answers)
-        for prompt, answer in zip(asked, answers, strict=True):
+        for prompt, answer in zip(texts, answers, strict=True):
             assert answer is not None
-            fresh = ask(second, prompt, 8, None)  # by its own blocks, whoever computed them
+            fresh = ask(second, prompt, 8, None)  # from its own blocks, whoever computed them
             assert fresh is not None and fresh["choices"] == answer["choices"]
-        second_alone(second, asked, answers)
+        assert_same_without_hits(second, texts, answers)
     assert second.stop() == 0
 
 
-def second_alone(server: Server, asked: list[str], answers: list[Any]) -> None:
-    """Compare with what is computed without anybody's blocks: another salt has other names."""
-    for prompt, answer in zip(asked, answers, strict=True):
+def assert_same_without_hits(server: Server, texts: list[str], answers: list[Any]) -> None:
+    """Compare with answers that are computed without prefix hits, because of another salt."""
+    for prompt, answer in zip(texts, answers, strict=True):
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
         body |= {"cache_salt": "nobody's"}
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
@@ -92,7 +92,7 @@ def second_alone(server: Server, asked: list[str], answers: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_side_is_killed_and_nothing_is_held_for_it(
+def test_killed_decode_servers_leave_no_running_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(SECRET, "a secret of this test")
@@ -108,17 +108,17 @@ def test_the_other_side_is_killed_and_nothing_is_held_for_it(
         time.sleep(0.2)
         second.stop(signal.SIGKILL)
     third = Server("--kv-store", f"peer://127.0.0.1:{port}", *OPTIONS)
-    told = ask(third, prompt, 8, answer["kv_transfer_params"])
-    assert told is not None
-    cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached == (told["usage"]["prompt_tokens"] - 1) // 16 * 16
-    second_alone(third, [prompt], [told])
+    reply = ask(third, prompt, 8, answer["kv_transfer_params"])
+    assert reply is not None
+    cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (reply["usage"]["prompt_tokens"] - 1) // 16 * 16
+    assert_same_without_hits(third, [prompt], [reply])
     assert first.metric("quire:num_requests_running") == 0
     assert third.stop() == 0 and first.stop() == 0
 
 
 @pytest.mark.slow
-def test_cores_of_one_server_find_each_others_prefixes(store: str) -> None:
+def test_cores_of_one_server_hit_each_others_prefixes(store: str) -> None:
     server = Server("-dp", "2", "--kv-store", store, "--kv-eager", *OPTIONS)
     [prompt] = prompts(1, 5)
     found = []

@@ -1,4 +1,4 @@
-"""Held requests of a server whose core is killed: the next one knows their ids."""
+"""Retained requests of a server whose core is killed: the next core knows their ids."""
 
 import http.client
 import json
@@ -22,23 +22,31 @@ def ask(server: Server, method: str, path: str, key: str = "one", **body: Any) -
 
 
 @pytest.mark.slow
-def test_ids_survive_a_killed_core(tmp_path: Path) -> None:
+def test_retained_ids_survive_a_killed_core(tmp_path: Path) -> None:
     options = ["--restart-engine", "--kv-disk-dir", str(tmp_path), "--kv-eager"]
     body = {"temperature": 1.0, "seed": 5, "ignore_eos": True, "return_token_ids": True}
-    asked = body | {"prompt": "Once upon a time there was a little fox. One day", "max_tokens": 30}
+    first_body = body | {
+        "prompt": "Once upon a time there was a little fox. One day",
+        "max_tokens": 30,
+    }
     with started(*options, "--api-key", "one", "--api-key", "two") as server:
-        status, first = ask(server, "POST", "/v1/completions", **asked, keep_s=600)
+        status, first = ask(server, "POST", "/v1/completions", **first_body, keep_s=600)
         assert status == 200, first
-        name, other = first["id"], ask(server, "POST", "/v1/completions", **asked, keep_s=600)[1]
+        name, other = (
+            first["id"],
+            ask(server, "POST", "/v1/completions", **first_body, keep_s=600)[1],
+        )
         assert ask(server, "DELETE", f"/v1/requests/{other['id']}")[0] == 200
         tokens = ask(server, "GET", f"/v1/requests/{name}/tokens")[1]["token_ids"]
         fork = body | {"at_token": 20, "max_tokens": 12, "seed": 7}
         before = ask(server, "POST", f"/v1/requests/{name}/fork", **fork)[1]
-        wait_until(lambda: len(list(tmp_path.rglob("*.held"))) == 1, "it is written")
+        wait_until(
+            lambda: len(list(tmp_path.rglob("*.held"))) == 1, "the retained request is written"
+        )
         wait_until(lambda: len(list(tmp_path.rglob("*.kv"))) > 1, "blocks are written")
         kill(server.core)
-        wait_until(lambda: server.get("/health") == 503, "it is gone")
-        wait_until(lambda: server.get("/health") == 200, "a new one is there")
+        wait_until(lambda: server.get("/health") == 503, "the core is gone")
+        wait_until(lambda: server.get("/health") == 200, "the core is back")
         status, found = ask(server, "GET", f"/v1/requests/{name}/tokens")
         assert status == 200 and found["token_ids"] == tokens and found["num_blocks"] == 0
         assert 500 < found["expires_in_s"] < 600
@@ -54,11 +62,13 @@ def test_ids_survive_a_killed_core(tmp_path: Path) -> None:
         assert ask(server, "GET", f"/v1/requests/{name}/tokens")[0] == 404
         assert ask(server, "GET", f"/v1/requests/{more['id']}/tokens")[0] == 200
     with started(*options, "--api-key", "two") as server:
-        assert ask(server, "GET", "/v1/requests", "two")[1]["data"] == [], "it is key 1 now"
+        assert ask(server, "GET", "/v1/requests", "two")[1]["data"] == [], (
+            "the key has another number now"
+        )
 
 
 @pytest.mark.slow
-def test_without_keys_ids_survive_the_server(tmp_path: Path) -> None:
+def test_without_keys_retained_ids_survive_the_server(tmp_path: Path) -> None:
     options = ["--kv-disk-dir", str(tmp_path)]
     with started(*options) as server:
         first = ask(server, "POST", "/v1/completions", prompt="Once", max_tokens=5, keep_s=600)[1]

@@ -1,4 +1,4 @@
-"""Hooks that raise, hang and block: the calling request continues, and so do the others."""
+"""Hooks that raise, hang or block: the calling request continues, and so do the others."""
 
 import asyncio
 import threading
@@ -49,7 +49,7 @@ class Waiting:
         return thing
 
     async def block(self, thing: object) -> object:
-        """What an async method must not do."""
+        """Block the event loop, which an async method must not do."""
         return self.wait(thing)
 
     async def sleep(self, thing: object) -> None:
@@ -65,7 +65,7 @@ async def returns_later(thing: object) -> object:
     return thing, threading.current_thread().name
 
 
-def test_what_methods_return() -> None:
+def test_sync_and_async_methods_return_values() -> None:
     async def main() -> None:
         caller = Caller(CallExecutor(), 5.0)
         assert await caller.call(returns, 1) == ((1, "hook"), None)
@@ -80,7 +80,7 @@ def test_what_methods_return() -> None:
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_methods_raise(error: BaseException, is_async: bool) -> None:
+def test_exceptions_of_methods_are_returned(error: BaseException, is_async: bool) -> None:
     def plain(_: object) -> None:
         raise error
 
@@ -89,9 +89,9 @@ def test_what_methods_raise(error: BaseException, is_async: bool) -> None:
 
     async def main() -> None:
         caller = Caller(CallExecutor(), 5.0)
-        for _ in range(2):  # thread and loop live on
+        for _ in range(2):  # thread and loop survive
             value, raised = await caller.call(later if is_async else plain, None)
-            kinds = (type(error), RuntimeError)  # what a coroutine makes of StopIteration
+            kinds = (type(error), RuntimeError)  # a coroutine turns StopIteration into it
             assert value is None and isinstance(raised, kinds)
         assert (await caller.call(returns, 1))[1] is None
         assert (await caller.call(returns_later, 1))[1] is None
@@ -100,7 +100,7 @@ def test_what_methods_raise(error: BaseException, is_async: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["wait", "block"])
-def test_a_call_that_hangs_is_left_alone(name: str) -> None:
+def test_hanging_call_is_abandoned_and_others_continue(name: str) -> None:
     async def main() -> None:
         executor, waiting = CallExecutor(), Waiting()
         hanging, other = Caller(executor, SOON_S), Caller(executor, 30.0)
@@ -122,7 +122,7 @@ def test_a_call_that_hangs_is_left_alone(name: str) -> None:
     run(main())
 
 
-def test_an_async_call_that_takes_too_long_is_cancelled() -> None:
+def test_slow_async_call_is_cancelled() -> None:
     async def main() -> None:
         caller = Caller(CallExecutor(), SOON_S)
         _, error = await caller.call(Waiting().sleep, None)
@@ -132,7 +132,7 @@ def test_an_async_call_that_takes_too_long_is_cancelled() -> None:
     run(main())
 
 
-def test_too_many_that_hang_fail_at_once_and_only_theirs() -> None:
+def test_too_many_hanging_calls_fail_only_their_caller() -> None:
     async def main() -> None:
         executor, waiting = CallExecutor(), Waiting()
         hanging, other = Caller(executor, SOON_S), Caller(executor, 30.0)
@@ -149,7 +149,7 @@ def test_too_many_that_hang_fail_at_once_and_only_theirs() -> None:
     run(main())
 
 
-def test_threads_are_bounded_also_when_callers_leave() -> None:
+def test_threads_stay_bounded_when_callers_are_cancelled() -> None:
     async def main() -> None:
         executor, waiting = CallExecutor(), Waiting()
         caller = Caller(executor, 30.0)
@@ -169,7 +169,7 @@ def test_threads_are_bounded_also_when_callers_leave() -> None:
     run(main())
 
 
-def test_idle_threads_end_with_their_lanes() -> None:
+def test_idle_threads_end_when_the_executor_closes() -> None:
     async def main() -> set[threading.Thread]:
         before, executor = set(threading.enumerate()), CallExecutor()
         caller = Caller(executor, 30.0)

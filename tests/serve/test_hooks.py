@@ -1,4 +1,4 @@
-"""Hooks in their order: their inputs, the accepted parts of their results, and clients' errors."""
+"""Hooks in order: their inputs, the accepted parts of their results, and clients' errors."""
 
 import asyncio
 import dataclasses
@@ -14,11 +14,11 @@ from quire.base.errors import ConfigError, HookFailed, RequestError
 from quire.base.requests.hooks import EndRequest, HookCall, HookContext, HookPiece, HookRequest
 from quire.serve.hooks.hooks import Hooks, RequestHooks
 
-ASKED = HookRequest(HookContext("", "", ""), prompt="hello")
+REQUEST = HookRequest(HookContext("", "", ""), prompt="hello")
 
 
 class Adding:
-    """Adds its word to all that it sees, and counts, in the request's state, what it saw."""
+    """Adds its word to each text, and counts its calls in the request's state."""
 
     def __init__(self, word: str) -> None:
         self.word = word
@@ -67,17 +67,17 @@ def raises(error: BaseException) -> Any:
     raise error
 
 
-def test_each_sees_what_the_one_before_it_made() -> None:
+def test_each_hook_gets_the_result_of_the_previous_one() -> None:
     async def main() -> None:
         hooks = opened(Adding("a"), Adding("b"))
-        assert (await hooks.before_admission(ASKED)).prompt == "hello a b"
+        assert (await hooks.before_admission(REQUEST)).prompt == "hello a b"
         assert await hooks.on_output(1, "reasoning", "x", True) == "x a b"
         assert await hooks.on_tool_call(1, "call", "f", "{}") == ("f a b", "{}!!")
 
     asyncio.run(main())
 
 
-def test_state_is_of_one_hook_and_one_request() -> None:
+def test_state_belongs_to_one_hook_and_one_request() -> None:
     first, second = Adding("a"), Adding("b")
     hooks = Hooks([first, second])
     one, other = (hooks.open(name, "", "m") for name in "xy")
@@ -90,7 +90,7 @@ def test_state_is_of_one_hook_and_one_request() -> None:
     assert first.counts == second.counts == [1, 1, 2]
 
 
-def test_what_a_hook_is_shown() -> None:
+def test_hooks_get_immutable_requests_pieces_and_calls() -> None:
     seen: list[Any] = []
 
     class Looking:
@@ -98,14 +98,14 @@ def test_what_a_hook_is_shown() -> None:
 
     async def main() -> None:
         hooks = opened(Looking())
-        assert await hooks.before_admission(ASKED) == replace(ASKED, context=seen[0].context)
+        assert await hooks.before_admission(REQUEST) == replace(REQUEST, context=seen[0].context)
         assert await hooks.on_output(3, "reasoning", "t", True) == "t"
         assert await hooks.on_tool_call(2, "id", "f", "{") == ("f", "{")
 
     asyncio.run(main())
     context = HookContext("id-1", "key 2", "demo")
     assert seen == [
-        replace(ASKED, context=context),
+        replace(REQUEST, context=context),
         HookPiece(context, 3, "reasoning", "t", True),
         HookCall(context, 2, "id", "f", "{"),
     ]
@@ -113,7 +113,7 @@ def test_what_a_hook_is_shown() -> None:
         seen[1].text = "x"
 
 
-def test_texts_are_all_that_may_reach_the_model() -> None:
+def test_texts_include_all_that_may_reach_the_model() -> None:
     messages = [
         {"role": "user", "content": "one"},
         {"role": "user", "content": [{"type": "text", "text": "two"}]},
@@ -124,10 +124,10 @@ def test_texts_are_all_that_may_reach_the_model() -> None:
     found = [text for text in request.texts if text in {"one", "two", "four", "five"}]
     assert found == ["one", "two", "four", "five"]
     assert '{"a": "three"}' in request.texts
-    assert ASKED.texts == ["hello"]
+    assert REQUEST.texts == ["hello"]
 
 
-def test_only_its_text_counts_of_a_changed_piece() -> None:
+def test_only_the_text_of_a_changed_piece_is_used() -> None:
     def change(piece: HookPiece) -> HookPiece:
         return replace(piece, text="new", choice=7, is_last=True)
 
@@ -143,7 +143,7 @@ def test_only_its_text_counts_of_a_changed_piece() -> None:
     assert (seen[0].choice, seen[0].is_last) == (0, False)
 
 
-def test_a_hook_that_ends_the_request() -> None:
+def test_hook_ends_the_request() -> None:
     ending, after = Raising(lambda: raises(EndRequest("not \ud800 here"))), Adding("b")
     with pytest.raises(EndRequest) as ended:
         piece_of(opened(Adding("a"), ending, after))
@@ -151,13 +151,13 @@ def test_a_hook_that_ends_the_request() -> None:
     assert after.counts == []
 
 
-def test_the_end_of_a_prompt_is_an_error_of_the_request() -> None:
+def test_end_before_admission_is_a_request_error() -> None:
     class Ending:
         async def before_admission(self, request: HookRequest) -> None:
             raise EndRequest(f"no {request.prompt}s")
 
     with pytest.raises(RequestError, match="^no hellos$") as refused:
-        asyncio.run(opened(Ending()).before_admission(ASKED))
+        asyncio.run(opened(Ending()).before_admission(REQUEST))
     assert refused.value.code == "content_filter"
 
 
@@ -168,11 +168,14 @@ def test_the_end_of_a_prompt_is_an_error_of_the_request() -> None:
         (lambda: raises(SystemExit(3)), "SystemExit: 3"),
         (lambda: raises(asyncio.CancelledError()), "CancelledError"),
         (lambda: "a text", "must return None or a HookPiece, got a str"),
-        (lambda: HookPiece(ASKED.context, 0, "content", None, True), "must be a text, got a None"),
-        (lambda: HookPiece(ASKED.context, 0, "content", "\ud800", True), "UnicodeEncodeError"),
+        (
+            lambda: HookPiece(REQUEST.context, 0, "content", None, True),
+            "must be a text, got a None",
+        ),
+        (lambda: HookPiece(REQUEST.context, 0, "content", "\ud800", True), "UnicodeEncodeError"),
     ],
 )
-def test_what_a_hook_must_not_do_is_logged_and_not_told(
+def test_hook_faults_are_logged_and_hidden_from_clients(
     what: Callable[[], Any], logged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     after = Adding("b")
@@ -186,7 +189,7 @@ def test_what_a_hook_must_not_do_is_logged_and_not_told(
     assert after.counts == []
 
 
-def test_a_hook_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+def test_hanging_hook_times_out(caplog: pytest.LogCaptureFixture) -> None:
     go = threading.Event()
     failed = failure_of(opened(Raising(go.wait), timeout_s=0.05))
     go.set()
@@ -197,25 +200,25 @@ def test_a_hook_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "changes", [{"messages": []}, {"messages": "x"}, {"messages": [3]}],
 )  # fmt: skip
-def test_messages_that_are_none(changes: dict[str, Any]) -> None:
+def test_hook_must_return_valid_messages(changes: dict[str, Any]) -> None:
     class Changing:
         def before_admission(self, request: HookRequest) -> HookRequest:
             return replace(request, **changes)
 
-    asked = replace(ASKED, prompt=None, messages=[{"role": "user", "content": "x"}])
+    original = replace(REQUEST, prompt=None, messages=[{"role": "user", "content": "x"}])
     with pytest.raises(HookFailed):
-        asyncio.run(opened(Changing()).before_admission(asked))
+        asyncio.run(opened(Changing()).before_admission(original))
 
 
-def test_ids_follow_their_text() -> None:
-    asked = replace(ASKED, prompt_token_ids=[1, 2])
+def test_changed_prompt_drops_its_token_ids() -> None:
+    original = replace(REQUEST, prompt_token_ids=[1, 2])
 
     async def main(**changes: Any) -> HookRequest:
         class Changing:
             def before_admission(self, request: HookRequest) -> HookRequest:
                 return replace(request, **changes)
 
-        return await opened(Changing()).before_admission(asked)
+        return await opened(Changing()).before_admission(original)
 
     assert asyncio.run(main()).prompt_token_ids == [1, 2]
     assert asyncio.run(main(prompt="new")).prompt_token_ids is None
@@ -224,11 +227,11 @@ def test_ids_follow_their_text() -> None:
 
 
 @pytest.mark.parametrize("what", [object(), Adding, 5])
-def test_what_is_no_hook(what: Any) -> None:
+def test_object_without_hook_methods_is_rejected(what: Any) -> None:
     with pytest.raises(ConfigError, match="is not a hook: it must be an object with one of the"):
         Hooks([what])
 
 
-def test_a_name_that_no_package_brings() -> None:
+def test_unknown_hook_name_is_rejected() -> None:
     with pytest.raises(ConfigError, match="there is no hook 'unheard'"):
         Hooks(["unheard"])

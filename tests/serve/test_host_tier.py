@@ -1,5 +1,5 @@
-"""Evicted blocks wait in host memory and come back as prefix hits. Every request gets the same bits
-as without them.
+"""Evicted blocks wait in host memory and return as prefix hits. Outputs are bit-identical to those
+without a host tier.
 
 Covers `kv/host_tier.py`.
 """
@@ -33,7 +33,7 @@ QUICK = {  # mistral has a window
 
 
 def run(architecture: str, **settings: Any) -> tuple[Found, list[int]]:
-    """All prompts one after the other, twice: what came, and the cached tokens of each."""
+    """Run all prompts one by one, twice; return the outputs and the cached tokens of each."""
     outputs = []
     with open_llm(architecture, max_num_batched_tokens=16, **settings) as llm:
         for prompt in PROMPTS * 2:
@@ -54,7 +54,7 @@ def tokens(outputs: Found) -> list[list[int]]:
         for name in CASES
     ],
 )
-def test_what_was_evicted_comes_back(architecture: str, name: str) -> None:
+def test_evicted_blocks_return_from_host_memory(architecture: str, name: str) -> None:
     settings = CASES[name]
     wanted, _ = run(architecture, enable_prefix_caching=False, **settings)
     pool = pool_bytes(checkpoint(architecture), 18, 4, 4)
@@ -63,26 +63,26 @@ def test_what_was_evicted_comes_back(architecture: str, name: str) -> None:
     few = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1}
     got, cached = run(architecture, **few, **settings)
     assert tokens(got) == tokens(wanted)
-    assert sum(cached) < 40, "the pool is to be too small"
+    assert sum(cached) < 40, "the pool is too large for this test"
     got, cached = run(architecture, kv_host_gb=0.01, **few, **settings)
     assert tokens(got) == tokens(wanted)
-    if "attention_backend" not in settings:  # the others' bits depend on how a prompt is cut
+    if "attention_backend" not in settings:  # bits of other backends depend on the chunks
         assert got == wanted
     assert cached == [0] * len(PROMPTS) + [36] * len(PROMPTS)
 
 
 @needs_core
-def test_a_full_tier_keeps_what_was_used_last() -> None:
+def test_full_tier_evicts_blocks_and_changes_no_output() -> None:
     pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
     few = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1, "dtype": "float32"}
     wanted, _ = run("qwen3", **few)
-    # Two prompts and their outputs: nothing survives the other three.
+    # Room for two prompts and their outputs: none survives the other three.
     got, cached = run("qwen3", kv_host_gb=pool * 20 / 18 / 1e9, **few)
     assert got == wanted
     assert sum(cached) < 40
 
 
-def test_impossible_sizes_are_told() -> None:
+def test_impossible_sizes_are_rejected() -> None:
     with pytest.raises(ConfigError, match="kv_host_gb=1e-09 holds no block"):
         open_llm("qwen3", kv_host_gb=1e-9)
     with pytest.raises(ConfigError, match="kv_host_gb=1e.06 is more than the free memory"):

@@ -1,4 +1,4 @@
-"""A core that does not answer any more, and one that runs out of file descriptors."""
+"""A core that hangs, and processes that run out of file descriptors."""
 
 import asyncio
 import json
@@ -35,8 +35,8 @@ def lines_with(server: Server, text: str) -> list[str]:
     return [line for line in server.lines if text in line]
 
 
-def test_a_time_limit_ends_a_request_that_the_core_does_not_answer(tmp_path: Path) -> None:
-    """Whoever says `ready` and nothing more is a core that hangs."""
+def test_timeout_ends_a_request_of_a_hung_core(tmp_path: Path) -> None:
+    """A fake core that sends `Ready` and nothing more hangs."""
 
     async def hung(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ready = Ready(0, 100, 64, 20, 4, {"model": "tiny"}, "memory")
@@ -62,7 +62,7 @@ def test_a_time_limit_ends_a_request_that_the_core_does_not_answer(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_core_that_hangs_at_rest_is_replaced_and_time_limits_hold_meanwhile() -> None:
+def test_hung_idle_core_is_replaced_and_timeouts_still_work() -> None:
     with started("--restart-engine") as server:
         stream = Stream(server, max_tokens=3)
         assert stream.rest()
@@ -75,12 +75,12 @@ def test_a_core_that_hangs_at_rest_is_replaced_and_time_limits_hold_meanwhile() 
         server.wait_for_line("makes no progress")
         assert time.monotonic() - began < 25
         server.wait_for_line("engine ended unexpectedly")
-        wait_until(lambda: server.get("/health") == 200, "a new one is there")
+        wait_until(lambda: server.get("/health") == 200, "a new core serves")
         assert client_of(server).completions.create(model="demo", prompt="Hi", max_tokens=2)
         assert server.stop() == 0
 
 
-def test_the_end_of_a_server_whose_core_hangs_is_bounded_and_an_error() -> None:
+def test_server_with_a_hung_core_stops_in_time_with_an_error() -> None:
     shorter = (
         "from quire.serve import supervisor; from quire.serve.processes import launch;"
         " launch.END_S = supervisor.END_S = 2.0"
@@ -92,7 +92,7 @@ def test_the_end_of_a_server_whose_core_hangs_is_bounded_and_an_error() -> None:
         assert lines_with(server, "the engine does not stop; killing it")
 
 
-def test_a_core_that_dies_while_the_server_drains_is_an_error() -> None:
+def test_core_death_while_draining_is_an_error() -> None:
     with started("--shutdown-timeout", "30") as server:
         stream = Stream(server)
         stream.event()
@@ -104,7 +104,7 @@ def test_a_core_that_dies_while_the_server_drains_is_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_api_process_is_replaced_and_the_streams_of_the_other_go_on() -> None:
+def test_dead_api_process_is_replaced_and_other_streams_continue() -> None:
     with started("--api-server-count", "2") as server:
         streams = [Stream(server, max_tokens=400) for _ in range(6)]
         for stream in streams:
@@ -115,7 +115,7 @@ def test_a_dead_api_process_is_replaced_and_the_streams_of_the_other_go_on() -> 
         kill(victim)
         ends = [end_of(stream) for stream in streams]
         if others:
-            assert ends.count(400) >= 1, f"streams of the process that lives ended: {ends}"
+            assert ends.count(400) >= 1, f"streams of the surviving process ended: {ends}"
         assert set(ends) <= {400, None}
         server.wait_for_line("API process . ended unexpectedly")
         assert server.process.poll() is None
@@ -126,7 +126,7 @@ def test_a_dead_api_process_is_replaced_and_the_streams_of_the_other_go_on() -> 
 
 
 def num_sockets(pid: int) -> int:
-    """Established connections and others: the process with more of them has more streams."""
+    """Count a process's sockets: the process with more of them has more streams."""
     found = 0
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -137,7 +137,7 @@ def num_sockets(pid: int) -> int:
 
 
 def end_of(stream: Stream) -> int | None:
-    """Tokens of a stream that was complete; None if its connection broke."""
+    """Return the number of tokens of a complete stream, or None if its connection broke."""
     try:
         events = stream.rest()
     except OSError:
@@ -149,12 +149,12 @@ def end_of(stream: Stream) -> int | None:
 @pytest.mark.parametrize(
     "victim", ["core_main", pytest.param("serve.server", marks=pytest.mark.slow)]
 )
-def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
-    """The server's constructor waits until it answers, so the killing is done beside it."""
+def test_process_killed_while_loading_is_restarted(victim: str) -> None:
+    """`Server` waits until the server answers, so this test starts the process itself."""
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0", "--restart-engine"]
     process = ForkedPopen(command, stderr=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: len(children_of(process.pid)) == 2, "both are there")
+        wait_until(lambda: len(children_of(process.pid)) == 2, "both children run")
         children = children_of(process.pid)
         [pid] = [pid for pid, command in children.items() if victim in command]
         kill(pid)
@@ -173,7 +173,7 @@ def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
         process.wait()
 
 
-def test_a_long_ttl_costs_the_core_nothing_and_one_beyond_a_year_is_refused() -> None:
+def test_ttl_of_a_year_is_accepted_and_a_longer_one_rejected() -> None:
     with started("--pipeline-depth", "2") as server:
         for ttl_s, expected in [
             (2_147_484, 200),
@@ -196,34 +196,34 @@ def test_a_long_ttl_costs_the_core_nothing_and_one_beyond_a_year_is_refused() ->
 
 
 @pytest.mark.slow
-def test_descriptors_that_are_used_up_cost_one_line_a_second_and_no_cpu() -> None:
+def test_exhausted_descriptors_cost_few_log_lines_and_no_cpu() -> None:
     with started() as server:
         [api] = server.api
         hard = resource.prlimit(api, resource.RLIMIT_NOFILE)[1]
-        most = num_open_files(api) + 8
-        resource.prlimit(api, resource.RLIMIT_NOFILE, (most, hard))
+        limit = num_open_files(api) + 8
+        resource.prlimit(api, resource.RLIMIT_NOFILE, (limit, hard))
         waiting = [send(server, b"GET /he") for _ in range(40)]
         server.wait_for_line("no connection can be accepted")
         cpu_s, began, before = cpu_of(api), time.monotonic(), len(server.lines)
-        time.sleep(3.0)  # it is the time in which nothing should happen that is measured
+        time.sleep(3.0)  # measures a time in which nothing should happen
         passed_s = time.monotonic() - began
         assert len(server.lines) - before <= passed_s + 2, server.lines[before:]
         assert cpu_of(api) - cpu_s < 0.5
         for sock in waiting:
             sock.close()
-        wait_until(lambda: server.get("/health") == 200, "it accepts again")
+        wait_until(lambda: server.get("/health") == 200, "the server accepts again")
         resource.prlimit(api, resource.RLIMIT_NOFILE, (hard, hard))
         assert server.stop() == 0
 
 
 @pytest.mark.slow
-def test_a_core_without_descriptors_goes_on_with_the_clients_that_it_has() -> None:
+def test_core_without_descriptors_serves_its_existing_clients() -> None:
     with started("--api-server-count", "2") as server:
         core = server.core
         hard = resource.prlimit(core, resource.RLIMIT_NOFILE)[1]
         resource.prlimit(core, resource.RLIMIT_NOFILE, (num_open_files(core), hard))
         kill(server.api[0])  # its successor needs a connection
-        # The dead one's descriptor is free for it; others want one, too.
+        # The dead process's descriptor is free for it, but other connections compete for that.
         home = core_socket(core)
         extra = [socket.socket(socket.AF_UNIX) for _ in range(4)]
         for sock in extra:
@@ -254,7 +254,7 @@ def cpu_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_time_limits_hold_for_an_engine_of_ones_own_whose_core_hangs() -> None:
+def test_timeouts_hold_in_asyncllm_with_a_hung_core() -> None:
     """`AsyncLLM` has no supervisor."""
 
     async def run() -> None:

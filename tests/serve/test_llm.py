@@ -1,4 +1,4 @@
-"""`LLM` as its users see it: vLLM's quickstart, prompts, chat, streams, its end and errors."""
+"""`LLM` for its users: vLLM's quickstart, prompts, chat, streams, closing and errors."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -52,8 +52,8 @@ def assert_idle(llm: LLM) -> None:
 # ---- the quickstart --------------------------------------------------------------------------
 
 
-def test_quickstart_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
-    """vLLM's own first example, with another import and another model."""
+def test_vllm_quickstart_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's first example, with another import and another model."""
     prompts = PROMPTS
     sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
     llm = LLM(model=str(text_checkpoint()))
@@ -68,7 +68,7 @@ def test_quickstart_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(not line.endswith("Generated text: ''") for line in lines)
 
 
-def test_fields_of_an_output(llm: LLM) -> None:
+def test_output_fields_are_complete(llm: LLM) -> None:
     llm.reset_prefix_cache()
     (output,) = llm.generate("The quick brown fox", GREEDY)
     (again,) = llm.generate(["The quick brown fox"], GREEDY)
@@ -91,7 +91,7 @@ def test_fields_of_an_output(llm: LLM) -> None:
     assert sorted(t for t in times if t is not None) == list(times)
 
 
-def test_kinds_of_prompts(llm: LLM) -> None:
+def test_all_prompt_forms_give_the_same_text(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode("Hello world")
     forms: list[Any] = [
         "Hello world",
@@ -111,8 +111,8 @@ def test_kinds_of_prompts(llm: LLM) -> None:
     assert text(llm.generate(tuple(forms[:1]), GREEDY)[0]) in texts
 
 
-def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
-    """Also where later ones finish first. One set of parameters for all, or one for each."""
+def test_outputs_keep_the_order_of_the_prompts(llm: LLM) -> None:
+    """Later prompts may finish first. All prompts share one set of parameters, or each has one."""
     lengths = [9, 1, 5, 3]
     params = [SamplingParams(temperature=0, max_tokens=n) for n in lengths]
     outputs = llm.generate(PROMPTS, params)
@@ -124,14 +124,14 @@ def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
             llm.generate(PROMPTS, wrong)
     with pytest.raises(RequestError, match="priority has 1 entries for 4 prompts"):
         llm.generate(PROMPTS, GREEDY, priority=[1])
-    assert [p.max_tokens for p in params] == lengths  # the caller's objects are as they were
+    assert [p.max_tokens for p in params] == lengths  # the caller's objects are unchanged
     assert_idle(llm)
 
 
 # ---- chat ------------------------------------------------------------------------------------
 
 
-def test_chat() -> None:
+def test_chat_renders_the_template_and_matches_generate() -> None:
     conversation = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hello"},
@@ -163,7 +163,7 @@ def test_chat() -> None:
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 2))
-def test_stream_gives_what_generate_gives(depth: int) -> None:
+def test_stream_matches_generate(depth: int) -> None:
     params = SamplingParams(temperature=1.5, seed=3, max_tokens=24, stop="zzz", logprobs=1)
     with open_llm(pipeline_depth=depth) as llm:
         (whole,) = llm.generate("Grüße aus Köln", params)
@@ -179,7 +179,7 @@ def test_stream_gives_what_generate_gives(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 1))
-def test_leaving_a_stream_early_ends_the_request(depth: int) -> None:
+def test_closing_a_stream_early_aborts_the_request(depth: int) -> None:
     with open_llm(pipeline_depth=depth) as llm:
         stream = llm.stream("Hello", SamplingParams(max_tokens=60))
         next(stream)
@@ -193,8 +193,8 @@ def test_leaving_a_stream_early_ends_the_request(depth: int) -> None:
         assert len(llm.generate(PROMPTS, GREEDY)) == 4
 
 
-def test_streams_side_by_side(llm: LLM) -> None:
-    """Whoever steps the engine, each stream gets its own, and so does a call between them."""
+def test_interleaved_streams_get_their_own_outputs(llm: LLM) -> None:
+    """A blocking call between their steps gets its own output, too."""
     params = SamplingParams(temperature=0, max_tokens=12)
     wanted = [text(output) for output in llm.generate(PROMPTS[:2], params)]
     a, b = (llm.stream(prompt, params) for prompt in PROMPTS[:2])
@@ -207,10 +207,10 @@ def test_streams_side_by_side(llm: LLM) -> None:
     assert_idle(llm)
 
 
-# ---- the end ---------------------------------------------------------------------------------
+# ---- closing and interrupts ------------------------------------------------------------------
 
 
-def test_close_twice_and_use_after_it() -> None:
+def test_close_is_idempotent_and_later_calls_fail() -> None:
     llm = open_llm()
     with llm as entered:
         assert entered is llm
@@ -231,7 +231,7 @@ def test_close_twice_and_use_after_it() -> None:
 
 
 class InterruptedRunner:
-    """A runner during which the user presses control and C, once."""
+    """A runner that raises one KeyboardInterrupt during a step."""
 
     def __init__(self, runner: Any, countdown: int) -> None:
         self.runner = runner
@@ -246,7 +246,7 @@ class InterruptedRunner:
 
 
 class InterruptedExecutor:
-    """Waiting for a result is interrupted, once; the result is there for the next who waits."""
+    """Raises one KeyboardInterrupt while waiting; the next call gets the result."""
 
     def __init__(self, executor: Executor, countdown: int) -> None:
         self.executor = executor
@@ -268,13 +268,13 @@ class InterruptedExecutor:
         self.executor.close()
 
 
-# From depth 2 on it computes on a thread, which no interrupt reaches.
+# From depth 2 on, steps run on a thread, which no interrupt reaches.
 @pytest.mark.parametrize(
-    ("place", "countdown"),
+    ("case", "countdown"),
     in_turn(((1, "while it computes"), (1, "while it waits"), (2, "while it waits")), (1, 3)),
 )
-def test_an_interrupt_leaves_no_request_behind(place: tuple[int, str], countdown: int) -> None:
-    depth, where = place
+def test_interrupt_aborts_all_requests(case: tuple[int, str], countdown: int) -> None:
+    depth, where = case
     with open_llm(pipeline_depth=depth, max_num_seqs=3, weight_cache="off") as llm:
         wanted = [text(output) for output in llm.generate(PROMPTS, GREEDY)]
         core = llm.engine.client.core
@@ -294,7 +294,7 @@ def test_an_interrupt_leaves_no_request_behind(place: tuple[int, str], countdown
 # ---- settings and errors ---------------------------------------------------------------------
 
 
-def test_settings() -> None:
+def test_invalid_settings_are_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"no setting 'max_modle_len'; did you mean max_model_len"
     ):
@@ -311,8 +311,8 @@ def test_settings() -> None:
     assert issubclass(ConfigError, QuireError) and issubclass(ConfigError, ValueError)
 
 
-def test_the_longest_length_that_fits() -> None:
-    """A prompt of all of it but one token is answered."""
+def test_auto_max_model_len_is_the_longest_that_fits() -> None:
+    """A prompt that leaves room for one token is answered."""
     with open_llm() as llm:
         token_bytes = llm.engine.memory.pool_bytes // llm.engine.memory.num_slots
     small: dict[str, Any] = {"kv_cache_memory_bytes": 11 * 4 * token_bytes, "max_num_seqs": 1}
@@ -322,7 +322,7 @@ def test_the_longest_length_that_fits() -> None:
         assert len(output.outputs[0].token_ids) == 1
 
 
-def test_neutral_settings_of_vllm() -> None:
+def test_neutral_vllm_settings_are_accepted() -> None:
     neutral: dict[str, Any] = {
         "trust_remote_code": False,
         "tensor_parallel_size": 1,
@@ -343,8 +343,7 @@ def test_neutral_settings_of_vllm() -> None:
         assert len(llm.generate("Hello", GREEDY)) == 1
 
 
-def test_unusable_prompts(llm: LLM) -> None:
-    """One of them in a batch, and nothing of the batch runs."""
+def test_one_invalid_prompt_rejects_the_batch(llm: LLM) -> None:
     limit = llm.engine.config.model.max_model_len or 0
     vocab = llm.engine.spec.vocab_size
     cases: list[tuple[Any, str]] = [
@@ -366,7 +365,7 @@ def test_unusable_prompts(llm: LLM) -> None:
     assert len(llm.generate({"prompt_token_ids": [1] * (limit - 1)}, GREEDY)) == 1
 
 
-def test_a_model_without_a_tokenizer() -> None:
+def test_model_without_tokenizer_takes_only_token_ids() -> None:
     folder: Path = checkpoint("llama")
     with LLM(str(folder), dtype="float64", disable_log_stats=True) as llm:
         (output,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, GREEDY)
@@ -385,7 +384,7 @@ def test_a_model_without_a_tokenizer() -> None:
 # ---- the prefix cache ------------------------------------------------------------------------
 
 
-def test_cache_salt_isolates(llm: LLM) -> None:
+def test_cache_salt_isolates_prefix_hits(llm: LLM) -> None:
     llm.reset_prefix_cache()
     prompt = "Paged attention keeps keys and values in blocks; a block table maps them."
 
@@ -403,8 +402,8 @@ def test_cache_salt_isolates(llm: LLM) -> None:
         cached(cache_salt="x" * 2000)
 
 
-def test_prompts_that_are_cut(llm: LLM) -> None:
-    """To their last tokens, their first ones, or what fits beside max_tokens."""
+def test_truncate_prompt_tokens_keeps_the_requested_tokens(llm: LLM) -> None:
+    """The last tokens, the first ones, or (-1) as many as max_tokens leaves room for."""
     whole = list(range(5, 45))
     for keep, side, expected in (
         (3, "left", whole[-3:]),
@@ -431,7 +430,7 @@ def test_prompts_that_are_cut(llm: LLM) -> None:
         llm.generate(long, SamplingParams(max_tokens=20), use_tqdm=False)
 
 
-def test_reset_prefix_cache(llm: LLM) -> None:
+def test_reset_prefix_cache_spares_running_requests(llm: LLM) -> None:
     prompt = {"prompt_token_ids": list(range(30))}
     llm.generate(prompt, GREEDY)
     assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 28
@@ -439,6 +438,6 @@ def test_reset_prefix_cache(llm: LLM) -> None:
     assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
     stream = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=20))
     streamed = text(next(stream))
-    llm.reset_prefix_cache()  # what runs keeps its blocks
+    llm.reset_prefix_cache()  # the running request keeps its blocks
     streamed += "".join(text(part) for part in stream)
     assert streamed == text(llm.generate(prompt, SamplingParams(temperature=0, max_tokens=20))[0])

@@ -1,4 +1,4 @@
-"""`LLM` and `AsyncLLM` put images into their requests, or refuse them by name."""
+"""`LLM` and `AsyncLLM` put images into their requests, or reject them by the call's name."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ PARAMS = SamplingParams(max_tokens=2)
 
 
 class Checked(Exception):
-    """Holds a request that the engine was to check."""
+    """Holds the request that the engine was to check."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -115,19 +115,19 @@ REFUSED: dict[str, Callable[[LLM], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_images_are_refused_by_name(shared: LLM, what: str) -> None:
-    with pytest.raises(RequestError, match=f"{what} does not accept images or videos"):
-        REFUSED[what](shared)
+@pytest.mark.parametrize("feature", REFUSED)
+def test_unsupported_calls_reject_images_by_name(shared: LLM, feature: str) -> None:
+    with pytest.raises(RequestError, match=f"{feature} does not accept images or videos"):
+        REFUSED[feature](shared)
 
 
-def test_beams_of_samples_refuse_images(shared: LLM) -> None:
+def test_generate_with_beam_search_rejects_images(shared: LLM) -> None:
     params = SamplingParams(n=2, use_beam_search=True, max_tokens=2)
     with pytest.raises(RequestError, match="beam search does not accept images"):
         shared.generate(PROMPT, params, False)
 
 
-def test_too_few_images_and_options_are_refused(shared: LLM) -> None:
+def test_missing_images_and_unsupported_options_are_rejected(shared: LLM) -> None:
     with pytest.raises(
         RequestError,
         match="'<start_of_image>' in the prompt is 2, and the number of its images is 1",
@@ -136,14 +136,14 @@ def test_too_few_images_and_options_are_refused(shared: LLM) -> None:
     with pytest.raises(RequestError, match="mm_processor_kwargs is not supported"):
         shared.generate(PROMPT | {"mm_processor_kwargs": {"a": 1}}, PARAMS, False)
     with pytest.raises(RequestError, match="file: URLs are not allowed"):
-        said = {"type": "image_url", "image_url": {"url": "/tmp/a.png"}}
-        shared.chat([{"role": "user", "content": [said]}], PARAMS, False)
+        part = {"type": "image_url", "image_url": {"url": "/tmp/a.png"}}
+        shared.chat([{"role": "user", "content": [part]}], PARAMS, False)
 
 
 def test_async_prompts_are_rendered_with_their_images(
     folder: Path, shared: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text side of an AsyncLLM, without its process."""
+    """Use the text side of an AsyncLLM without its process."""
     engine = AsyncLLM.__new__(AsyncLLM)
     engine._prepare(str(folder), {"allowed_local_media_path": str(folder)})
     text = build_text_side(engine._config.model, ModelSource(folder, "dummy", "tiny"))
@@ -159,8 +159,8 @@ def test_async_prompts_are_rendered_with_their_images(
         asyncio.run(engine._render(wrong))
 
 
-def test_a_model_that_runs_without_its_tower_takes_no_images(folder: Path) -> None:
-    """A class of transformers runs the text part alone."""
+def test_model_without_its_vision_tower_rejects_images(folder: Path) -> None:
+    """A class of transformers runs only the text part."""
     source = ModelSource(folder, "dummy", "tiny")
     made = [
         build_text_side(ModelConfig(model=str(folder), model_impl=impl), source).renderer

@@ -1,4 +1,4 @@
-"""`LLM` with hooks, and the word filter of the examples: prompts, outputs and streams."""
+"""`LLM` with hooks, and the example's word filter: prompts, outputs and streams."""
 
 import importlib.util
 import random
@@ -35,7 +35,7 @@ def plain() -> Iterator[LLM]:
 
 @pytest.fixture
 def hooked(plain: LLM) -> Iterator[Any]:
-    """hooked(hooks...): the same engine with other hooks; afterwards nothing of them is left."""
+    """Yield hooked(hooks...), which gives the engine other hooks; none is left afterwards."""
 
     def use(*hooks: Any, timeout_s: float = 30.0) -> LLM:
         plain._hooks = LocalHooks(Hooks(hooks, timeout_s), plain.engine)
@@ -49,7 +49,7 @@ def hooked(plain: LLM) -> Iterator[Any]:
     assert_idle(plain)
 
 
-def test_a_hook_pauses_a_stream_and_changes_its_priority(plain: LLM, hooked: Any) -> None:
+def test_hook_pauses_a_stream_and_changes_its_priority(plain: LLM, hooked: Any) -> None:
     priorities: list[int] = []
 
     class Acting:
@@ -73,7 +73,7 @@ def test_a_hook_pauses_a_stream_and_changes_its_priority(plain: LLM, hooked: Any
     hooked(Acting()).generate("Once", GREEDY, use_tqdm=False)
 
 
-def test_only_a_server_has_other_models_to_ask(hooked: Any) -> None:
+def test_hook_cannot_ask_another_model_in_llm(hooked: Any) -> None:
     class Asking:
         async def on_output(self, piece: HookPiece) -> None:
             await piece.context.actions.ask("demo", "x")
@@ -116,7 +116,7 @@ def text(output: RequestOutput) -> str:
     return output.outputs[0].text
 
 
-def test_prompts_in_all_forms(plain: LLM, hooked: Any) -> None:
+def test_hook_changes_prompts_of_all_forms(plain: LLM, hooked: Any) -> None:
     def ids(text: str) -> list[int]:
         return plain.get_tokenizer().encode(text, add_special_tokens=False)
 
@@ -138,7 +138,7 @@ def test_prompts_in_all_forms(plain: LLM, hooked: Any) -> None:
     assert len({seen.context.request_id for seen in hook.seen}) == 6
 
 
-def test_a_refusal_comes_before_anything_runs(hooked: Any) -> None:
+def test_hook_rejects_a_prompt_before_any_runs(hooked: Any) -> None:
     llm = hooked(Prompts())
     odd = [5, 1 << 20]
     for prompts in (["Once", "a forbidden thing"], [{"prompt": "forbidden"}]):
@@ -150,7 +150,7 @@ def test_a_refusal_comes_before_anything_runs(hooked: Any) -> None:
         llm.generate([odd], GREEDY)
 
 
-def test_outputs_that_are_changed(plain: LLM, hooked: Any) -> None:
+def test_hook_changes_the_text_of_outputs(plain: LLM, hooked: Any) -> None:
     [expected] = plain.generate("Once upon a time", GREEDY, False)
     llm = hooked(Upper())
     [output] = llm.generate("Once upon a time", GREEDY, False)
@@ -164,7 +164,7 @@ def test_outputs_that_are_changed(plain: LLM, hooked: Any) -> None:
     assert not any(piece.outputs[0].token_ids for piece in pieces)
 
 
-def test_hooks_that_only_look(plain: LLM, hooked: Any) -> None:
+def test_passive_hook_leaves_outputs_unchanged(plain: LLM, hooked: Any) -> None:
     [expected] = plain.generate("Once upon a time", GREEDY, False)
     llm = hooked(Ending(1 << 20))
     assert llm.generate("Once upon a time", GREEDY, False)[0].outputs == expected.outputs
@@ -173,7 +173,7 @@ def test_hooks_that_only_look(plain: LLM, hooked: Any) -> None:
     assert last.logprobs == expected.outputs[0].logprobs
 
 
-def test_an_end(hooked: Any) -> None:
+def test_hook_ends_a_choice_or_a_stream(hooked: Any) -> None:
     llm = hooked(Ending(0, choice=1))
     one, other = llm.generate(["Once", "Why"], SAMPLED, False)
     for output in (one, other):
@@ -188,7 +188,7 @@ def test_an_end(hooked: Any) -> None:
     assert ends == {0: "content_filter", 1: "content_filter"}
 
 
-def test_a_hook_that_fails_ends_its_own_request(hooked: Any) -> None:
+def test_failing_hook_fails_only_its_request(hooked: Any) -> None:
     class Failing:
         def on_output(self, piece: HookPiece) -> None:
             if piece.context.request_id == "hooked-1":
@@ -206,7 +206,7 @@ def test_a_hook_that_fails_ends_its_own_request(hooked: Any) -> None:
         list(llm.stream("Why", GREEDY))
 
 
-def test_a_hook_that_hangs(hooked: Any) -> None:
+def test_hanging_hook_times_out(hooked: Any) -> None:
     go = threading.Event()
 
     class Hanging:
@@ -219,7 +219,7 @@ def test_a_hook_that_hangs(hooked: Any) -> None:
     assert output.outputs[0].error.code == "hook_timed_out"
 
 
-def test_an_llm_with_what_is_no_hook() -> None:
+def test_llm_rejects_an_invalid_hook() -> None:
     with pytest.raises(ConfigError, match="is not a hook"):
         LLM("demo", hooks=[object()])
 
@@ -235,7 +235,7 @@ def word_filter(*words: str) -> Any:
     return module.WordFilter(words)
 
 
-def test_the_word_filter_does_not_mind_cuts() -> None:
+def test_word_filter_matches_across_pieces() -> None:
     text, wanted = (
         "The fox and the Foxglove, a firefox; fo x",
         "The *** and the ********, a fire***; fo x",
@@ -252,7 +252,7 @@ def test_the_word_filter_does_not_mind_cuts() -> None:
         assert "".join(hook.on_output(piece).text for piece in pieces) == wanted
 
 
-def test_the_example_as_its_user_runs_it(plain: LLM) -> None:
+def test_example_runs_from_the_command_line(plain: LLM) -> None:
     question = "Tell me a story about an animal."
     params = SamplingParams(temperature=0.0, max_tokens=64)
     [expected] = plain.chat([{"role": "user", "content": question}], params, False)

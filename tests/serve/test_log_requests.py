@@ -36,7 +36,7 @@ class Client:
 
 @pytest.mark.parametrize("version", ["", "step-2"])
 @pytest.mark.parametrize("log_requests", [True, False])
-def test_a_line_per_request(
+def test_each_request_is_logged_in_one_line(
     log_requests: bool,
     version: str,
     caplog: pytest.LogCaptureFixture,
@@ -63,7 +63,7 @@ def test_a_line_per_request(
         )
 
 
-def test_a_server_shows_how_it_started_and_each_request() -> None:
+def test_server_log_shows_startup_and_each_request() -> None:
     server = Server("--log-requests", "--max-model-len", "64")
     try:
         server.wait_for_line(r"model demo \(llama, .*weights: not quantized.*context: 64 tokens")

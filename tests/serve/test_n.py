@@ -1,4 +1,4 @@
-"""Several continuations of one prompt through `LLM`: n, best_of, streams, their ends and errors."""
+"""Several samples of one prompt in `LLM`: n, best_of, streams, stopping and errors."""
 
 import itertools
 import sys
@@ -34,8 +34,8 @@ def only(outputs: list[RequestOutput]) -> list[CompletionOutput]:
     return output.outputs
 
 
-def test_n_continuations(llm: LLM) -> None:
-    """They differ, a seed repeats them, and fewer are the first of more."""
+def test_n_samples_differ_and_repeat_with_their_seed(llm: LLM) -> None:
+    """The samples of a smaller n are the first ones of a larger n."""
     four = only(llm.generate(PROMPT, sampled(n=4)))
     assert len({tuple(completion.token_ids) for completion in four}) == 4
     assert all(len(completion.token_ids) == 12 for completion in four)
@@ -50,8 +50,8 @@ def test_n_continuations(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 1))
-def test_several_prompts_together(llm: LLM, depth: int) -> None:
-    """More sequences than rows, n different from prompt to prompt."""
+def test_prompts_with_different_n_match_single_requests(llm: LLM, depth: int) -> None:
+    """There are more sequences than rows."""
     params = [sampled(n=n, seed=n) for n in (3, 1, 4, 2)]
     with open_llm(pipeline_depth=depth, max_num_seqs=5) as small:
         outputs = small.generate(PROMPTS, params)
@@ -62,7 +62,7 @@ def test_several_prompts_together(llm: LLM, depth: int) -> None:
         assert_idle(small)
 
 
-def test_the_prompt_is_computed_once(llm: LLM) -> None:
+def test_n_samples_compute_the_prompt_once(llm: LLM) -> None:
     with open_llm(max_num_seqs=8, enable_prefix_caching=False) as plain:
         num_tokens: list[int] = []
         core = plain.engine.client.core
@@ -72,7 +72,7 @@ def test_the_prompt_is_computed_once(llm: LLM) -> None:
         assert len(one) == 4 and max(num_tokens) == num_prompt
 
 
-def test_chat_with_n(llm: LLM) -> None:
+def test_chat_supports_n(llm: LLM) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     messages = [{"role": "user", "content": PROMPT}]
     [output] = llm.chat(messages, sampled(n=3), chat_template=template)
@@ -82,7 +82,7 @@ def test_chat_with_n(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 2))
-def test_a_stream_of_n(llm: LLM, depth: int) -> None:
+def test_stream_of_n_samples_matches_generate(llm: LLM, depth: int) -> None:
     params = sampled(n=3, logprobs=1, stop=["e", "zz"])
     whole = only(llm.generate(PROMPT, params))
     with open_llm(pipeline_depth=depth, max_num_seqs=4) as other:
@@ -99,7 +99,7 @@ def test_a_stream_of_n(llm: LLM, depth: int) -> None:
         assert all(end == (None, None) for end in ends[:-1])
 
 
-def test_leaving_a_stream_of_n_early_ends_all(llm: LLM) -> None:
+def test_closing_a_stream_of_n_samples_aborts_all(llm: LLM) -> None:
     stream = llm.stream(PROMPT, sampled(n=3, max_tokens=60))
     next(stream)
     next(stream)
@@ -108,7 +108,7 @@ def test_leaving_a_stream_of_n_early_ends_all(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_a_stop_string_ends_one_and_leaves_the_others(llm: LLM) -> None:
+def test_stop_string_ends_only_its_own_sample(llm: LLM) -> None:
     free = only(llm.generate(PROMPT, sampled(n=4, max_tokens=24)))
     stop = next(
         char
@@ -123,7 +123,7 @@ def test_a_stop_string_ends_one_and_leaves_the_others(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_best_of(llm: LLM, logprobs: int | None) -> None:
+def test_best_of_returns_the_most_probable_samples(llm: LLM, logprobs: int | None) -> None:
     every = only(llm.generate(PROMPT, sampled(n=6, logprobs=1)))
     by_rank = sorted(every, key=lambda c: c.cumulative_logprob or 0.0, reverse=True)
     [output] = llm.generate(PROMPT, sampled(n=2, best_of=6, logprobs=logprobs))
@@ -143,7 +143,7 @@ def test_best_of(llm: LLM, logprobs: int | None) -> None:
         ({"best_of": 9}, "best_of=9 is more than max_num_seqs=8"),
     ],
 )
-def test_more_than_can_run_at_once_is_refused(llm: LLM, params: dict, message: str) -> None:
+def test_more_samples_than_rows_are_rejected(llm: LLM, params: dict, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate(PROMPT, sampled(**params))
     assert_idle(llm)
@@ -155,7 +155,7 @@ def test_best_of_cannot_be_streamed(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_the_progress_bar_counts_continuations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_counts_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     completions = [CompletionOutput(index, "a", [1, 2]) for index in range(3)]
     metrics = RequestMetrics(0.0, num_dropped_tokens=4)
@@ -165,4 +165,4 @@ def test_the_progress_bar_counts_continuations(monkeypatch: pytest.MonkeyPatch) 
         assert bar._shown is not None
         [task] = bar._shown.tasks
         assert (task.completed, task.total) == (3, 6)
-        assert bar._num_tokens == [7, 10], "best_of's dropped tokens were made as well"
+        assert bar._num_tokens == [7, 10], "tokens that best_of dropped count, too"

@@ -1,4 +1,4 @@
-"""The real server under more work than it takes: 503 at once, and late work dropped with 408."""
+"""The real server under overload: an immediate 503, and overdue work dropped with 408."""
 
 import http.client
 import json
@@ -17,7 +17,7 @@ RUNNING = "quire:num_requests_running"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """One row, and room for one that waits."""
+    """One row, and room for one waiting request."""
     server = Server("--max-num-seqs", "1", "--max-num-queued-reqs", "1")
     yield server
     assert server.stop() == 0
@@ -30,9 +30,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_who_comes_when_the_queue_is_full_is_sent_away(
-    server: Server, client: openai.OpenAI
-) -> None:
+def test_full_queue_rejects_requests_with_503(server: Server, client: openai.OpenAI) -> None:
     running = Stream(server)
     running.event()
     with ThreadPoolExecutor(1) as pool:
@@ -48,7 +46,7 @@ def test_who_comes_when_the_queue_is_full_is_sent_away(
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_late_work_is_dropped_also_while_it_waits(
+def test_waiting_request_past_its_deadline_gets_408(
     server: Server, client: openai.OpenAI, chat: bool
 ) -> None:
     running = Stream(server)
@@ -67,7 +65,7 @@ def test_late_work_is_dropped_also_while_it_waits(
     running.close()
 
 
-def test_a_stream_that_takes_too_long_ends_with_an_error_event(
+def test_stream_past_its_deadline_ends_with_an_error_event(
     server: Server, client: openai.OpenAI
 ) -> None:
     with pytest.raises(openai.APIError, match=r"timeout_s=0\.3"):
@@ -80,7 +78,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_event(
     assert server.metric("quire:kv_cache_usage_perc") == 0
 
 
-def test_what_is_done_in_time_is_not_disturbed(server: Server, client: openai.OpenAI) -> None:
+def test_timeout_does_not_change_a_timely_answer(server: Server, client: openai.OpenAI) -> None:
     plain = client.completions.create(model="demo", prompt="Hi", max_tokens=8, temperature=0)
     timed = client.completions.create(
         model="demo", prompt="Hi", max_tokens=8, temperature=0, extra_body={"timeout_s": 60}
@@ -88,8 +86,8 @@ def test_what_is_done_in_time_is_not_disturbed(server: Server, client: openai.Op
     assert timed.choices[0].text == plain.choices[0].text
 
 
-def test_a_flood_of_long_prompts_is_refused_within_a_second(server: Server) -> None:
-    """So is what is wrong, and /health answers: whatever the core is doing."""
+def test_overloaded_server_rejects_within_a_second(server: Server) -> None:
+    """Errors of invalid requests and /health are as quick, whatever the core does."""
     wait_until(lambda: server.metric(RUNNING) + server.metric(WAITING) == 0, "it is idle")
     end_s = time.monotonic() + 2.5
     took_s: dict[int, list[float]] = {200: [], 400: [], 503: []}
@@ -109,7 +107,7 @@ def test_a_flood_of_long_prompts_is_refused_within_a_second(server: Server) -> N
             answer.read()
             is_served = body is long and answer.status == 200
             took_s[answer.status] += [] if is_served else [time.monotonic() - began]
-            time.sleep(0.05)  # clients that never rest would measure themselves
+            time.sleep(0.05)  # clients without pauses would measure themselves
         connection.close()
 
     bodies = [long] * 12 + [wrong, None]

@@ -1,4 +1,4 @@
-"""Prompts that come to `AsyncLLM` in pieces: the same answers, and how reading ends."""
+"""Prompts sent to `AsyncLLM` in pieces: the answers of whole prompts, and all kinds of end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,7 +14,7 @@ from tests.support.models.reference_checkpoints import MAX_POSITION, checkpoint,
 TEXT = "The quick brown fox\njumps  over, 17 + 25 lazy dogs"
 IDS = [5 + i % 60 for i in range(50)]
 WORDS = [{"prompt": word} for word in TEXT.partition("fox")]
-# Pieces of a prompt, and the whole of it.
+# Pieces of a prompt, and the whole prompt.
 SAME: list[tuple[list[Any], Any]] = [
     ([TEXT], TEXT),
     (list(TEXT), TEXT),
@@ -33,12 +33,16 @@ async def each(pieces: list[Any]) -> AsyncIterator[Any]:
 
 
 class Source:
-    """Pieces, and those that `then` gives once `goes_on` is set. It tells when it waits for that,
-    and how it has ended."""
+    """Yields pieces, and those of `then` once `may_resume` is set. `waits` is set while it waits
+    for that, `has_ended` when it is closed."""
 
     def __init__(self, pieces: list[Any], then: Callable[[], list[Any]] = list) -> None:
         self.pieces, self.then = pieces, then
-        self.waits, self.goes_on, self.has_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.waits, self.may_resume, self.has_ended = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         self.was_cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[Any]:
@@ -46,7 +50,7 @@ class Source:
             for piece in self.pieces:
                 yield piece
             self.waits.set()
-            await self.goes_on.wait()
+            await self.may_resume.wait()
             for piece in self.then():
                 yield piece
         except asyncio.CancelledError:
@@ -73,7 +77,7 @@ def fail(error: BaseException) -> Callable[[], list[Any]]:
 # ---- answers -----------------------------------------------------------------------------------
 
 
-def test_pieces_of_all_kinds_give_what_the_whole_prompt_gives(llm: AsyncLLM) -> None:
+def test_pieces_give_the_same_answer_as_the_whole_prompt(llm: AsyncLLM) -> None:
     sampled = [params(temperature=0.9, seed=i, logprobs=2) for i in range(len(SAME))]
     with LLM(str(text_checkpoint()), **SETTINGS) as offline:
         whole = [prompt for _, prompt in SAME]
@@ -92,8 +96,8 @@ def test_pieces_of_all_kinds_give_what_the_whole_prompt_gives(llm: AsyncLLM) -> 
     run(program)
 
 
-def test_text_and_token_ids_in_turn(llm: AsyncLLM) -> None:
-    """Each text is tokenised by itself; what text there was is not known."""
+def test_pieces_may_alternate_between_text_and_token_ids(llm: AsyncLLM) -> None:
+    """Each text is tokenised separately. The prompt has no text if a piece has only token ids."""
 
     async def program() -> None:
         tokenizer = await llm.get_tokenizer()
@@ -110,7 +114,7 @@ def test_text_and_token_ids_in_turn(llm: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("kind", ["DELTA", "FINAL_ONLY"])
-def test_the_kinds_of_output(llm: AsyncLLM, kind: str) -> None:
+def test_output_kinds_work_with_pieces(llm: AsyncLLM, kind: str) -> None:
     async def program() -> None:
         wanted = await last(llm.generate(TEXT, params(20)))
         got = [o async for o in llm.generate(each(WORDS), params(20, kind))]
@@ -120,9 +124,9 @@ def test_the_kinds_of_output(llm: AsyncLLM, kind: str) -> None:
     run(program)
 
 
-def test_a_slow_iterator_holds_up_nobody_and_its_pieces_are_computed(llm: AsyncLLM) -> None:
+def test_slow_iterator_delays_no_request_and_its_pieces_are_computed(llm: AsyncLLM) -> None:
     async def program() -> None:
-        ids = [70 + i for i in range(50)]  # of no other test, so they are in no cache
+        ids = [70 + i for i in range(50)]  # of no other test, so none is cached
         source = Source([ids[:30], ids[30:48]], lambda: [ids[48:]])
         slow = asyncio.create_task(last(llm.generate(source, params())))
         await source.waits.wait()
@@ -130,14 +134,14 @@ def test_a_slow_iterator_holds_up_nobody_and_its_pieces_are_computed(llm: AsyncL
         assert shares.num_cached_tokens == 32  # two blocks of 16: the last token waits for more
         await asyncio.gather(*(last(llm.generate([7 + i, 3], params(30))) for i in range(8)))
         assert not slow.done()
-        source.goes_on.set()
+        source.may_resume.set()
         assert (await slow).outputs == shares.outputs
         await idle(llm)
 
     run(program)
 
 
-def test_an_iterator_that_waits_for_the_same_engine(llm: AsyncLLM) -> None:
+def test_iterator_may_wait_for_the_same_engine(llm: AsyncLLM) -> None:
     async def answer(prompt: list[int]) -> AsyncIterator[list[int]]:
         async for output in llm.generate(prompt, params(20, "DELTA")):
             yield output.outputs[0].token_ids
@@ -172,9 +176,9 @@ WRONG: list[tuple[list[Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
-def test_errors_of_one_do_not_touch_the_others(llm: AsyncLLM, waits: bool) -> None:
-    """Later: what came before has been sent."""
+@pytest.mark.parametrize("waits", [False, True], ids=["immediate", "later"])
+def test_invalid_pieces_do_not_affect_other_requests(llm: AsyncLLM, waits: bool) -> None:
+    """Later: the valid pieces have been sent before."""
 
     async def program() -> None:
         other = llm.generate(each([FOX]), params(40), "other")
@@ -186,7 +190,7 @@ def test_errors_of_one_do_not_touch_the_others(llm: AsyncLLM, waits: bool) -> No
             )
             if waits and pieces:
                 await source.waits.wait()
-                source.goes_on.set()
+                source.may_resume.set()
             with pytest.raises(RequestError, match=message):
                 await task
             assert source.has_ended.is_set() == (waits and bool(pieces))
@@ -206,7 +210,7 @@ def test_errors_of_one_do_not_touch_the_others(llm: AsyncLLM, waits: bool) -> No
         ({"prompt_logprobs": 1}, "prompt_logprobs is not possible for a prompt sent in pieces"),
     ],
 )
-def test_what_cannot_come_in_pieces_is_refused_before_reading(
+def test_unsupported_parameters_are_rejected_before_reading(
     llm: AsyncLLM, more: dict[str, Any], message: str
 ) -> None:
     async def program() -> None:
@@ -222,14 +226,14 @@ def test_what_cannot_come_in_pieces_is_refused_before_reading(
 @pytest.mark.parametrize(
     "error", [ValueError("no more"), EngineDead("of another"), asyncio.CancelledError("theirs")]
 )
-def test_what_the_iterator_raises_is_raised_to_the_caller(
+def test_exceptions_of_the_iterator_reach_the_caller(
     llm: AsyncLLM, pieces: list[str], error: BaseException
 ) -> None:
     async def program() -> None:
         source = Source(pieces, fail(error))
         task = asyncio.create_task(last(llm.generate(source, params())))
         await source.waits.wait()
-        source.goes_on.set()
+        source.may_resume.set()
         await asyncio.wait([task])
         if isinstance(error, asyncio.CancelledError):
             assert task.cancelled()
@@ -240,7 +244,7 @@ def test_what_the_iterator_raises_is_raised_to_the_caller(
     run(program)
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
+def test_model_without_tokenizer_takes_token_id_pieces() -> None:
     async def program() -> None:
         async with await AsyncLLM.create(str(checkpoint("llama")), **SETTINGS) as engine:
             wanted = await last(engine.generate(IDS, params()))
@@ -256,7 +260,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids() -> None:
 
 
 @pytest.mark.parametrize("pieces", [[], ["unfinished"], [FOX, " jumps"]])
-def test_cancelling_the_caller_cancels_reading(llm: AsyncLLM, pieces: list[str]) -> None:
+def test_cancelling_the_caller_cancels_the_iterator(llm: AsyncLLM, pieces: list[str]) -> None:
     async def program() -> None:
         source = Source(pieces)
         task = asyncio.create_task(last(llm.generate(source, params())))
@@ -270,7 +274,7 @@ def test_cancelling_the_caller_cancels_reading(llm: AsyncLLM, pieces: list[str])
     run(program)
 
 
-def test_abort_ends_a_prompt_that_is_open(llm: AsyncLLM) -> None:
+def test_abort_ends_an_open_prompt(llm: AsyncLLM) -> None:
     async def program() -> None:
         source = Source([FOX, " jumps"])
         task = asyncio.create_task(last(llm.generate(source, params(), "mine")))
@@ -286,7 +290,7 @@ def test_abort_ends_a_prompt_that_is_open(llm: AsyncLLM) -> None:
     run(program)
 
 
-def test_time_is_up_while_the_prompt_is_open(llm: AsyncLLM) -> None:
+def test_timeout_ends_an_open_prompt(llm: AsyncLLM) -> None:
     async def program() -> None:
         source = Source([FOX])
         output = await last(llm.generate(source, params(), timeout_s=0.01))
@@ -297,7 +301,7 @@ def test_time_is_up_while_the_prompt_is_open(llm: AsyncLLM) -> None:
     run(program)
 
 
-def test_a_shutdown_ends_open_prompts() -> None:
+def test_shutdown_ends_open_prompts() -> None:
     async def program() -> None:
         engine = await AsyncLLM.create(str(text_checkpoint()), **SETTINGS)
         sources = [Source(pieces) for pieces in ([FOX], [])]
@@ -308,7 +312,7 @@ def test_a_shutdown_ends_open_prompts() -> None:
         with pytest.raises(EngineDead, match="was shut down"):
             await tasks[0]
         assert sources[0].was_cancelled
-        sources[1].goes_on.set()  # it had nothing to do with the engine yet
+        sources[1].may_resume.set()  # it has sent nothing to the engine yet
         with pytest.raises(RequestError, match="the prompt is empty"):
             await tasks[1]
 

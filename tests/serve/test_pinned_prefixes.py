@@ -1,5 +1,5 @@
-"""Pinned prefixes change how much is computed and nothing else: `LLM`, `AsyncLLM`, `--pin-prefix`
-and `quire serve` with two API processes.
+"""Pinned prefixes save computation and change no output: `LLM`, `AsyncLLM`, `--pin-prefix` and
+`quire serve` with two API processes.
 
 Covers `engine/start/prefix_file.py`.
 """
@@ -52,7 +52,7 @@ def params(**options: Any) -> SamplingParams:
 
 
 def found(outputs: list[RequestOutput]) -> list[list[tuple[int, dict[int, float]]]]:
-    """Tokens with the log-probabilities that came with each, of all continuations."""
+    """Return the tokens and their log-probabilities of all continuations."""
     return [
         [
             (token, {t: logprob.logprob for t, logprob in entry.items()})
@@ -68,7 +68,7 @@ def cached(outputs: list[RequestOutput]) -> list[int | None]:
 
 
 def generate(llm: LLM, options: dict[str, Any], salt: str = "") -> list[RequestOutput]:
-    """One prompt after the other."""
+    """Run the prompts one after the other."""
     prompts = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in PROMPTS]
     return [llm.generate([prompt], params(**options), False)[0] for prompt in prompts]
 
@@ -76,7 +76,7 @@ def generate(llm: LLM, options: dict[str, Any], salt: str = "") -> list[RequestO
 # ---- LLM ---------------------------------------------------------------------------------------
 
 
-# With and without prefix caching where layers look back in another way.
+# For each architecture: whether the quick cases use prefix caching.
 QUICK: dict[str, tuple[bool, ...]] = {
     "llama": (),
     "mistral": (False,),
@@ -96,8 +96,8 @@ QUICK: dict[str, tuple[bool, ...]] = {
         for caching in (True, False)
     ],
 )
-def test_the_same_bits_as_without(architecture: str, caching: bool) -> None:
-    """Greedy, seeded and several samples; the mistral here has a window of 9."""
+def test_pinned_prefixes_leave_outputs_bit_identical(architecture: str, caching: bool) -> None:
+    """Greedy, seeded and several samples; this mistral has a window of 9 tokens."""
     with open_llm(architecture, enable_prefix_caching=False) as llm:
         wanted = {name: found(generate(llm, options)) for name, options in OPTIONS.items()}
     with open_llm(architecture, enable_prefix_caching=caching) as llm:
@@ -107,7 +107,7 @@ def test_the_same_bits_as_without(architecture: str, caching: bool) -> None:
         for name, options in OPTIONS.items():
             llm.reset_prefix_cache()
             assert not llm.pinned_prefixes()[0].is_ready
-            generate(llm, OPTIONS["greedy"], "another")  # meanwhile it is computed again
+            generate(llm, OPTIONS["greedy"], "another")  # meanwhile the prefix is recomputed
             outputs = generate(llm, options, "mine")
             assert found(outputs) == wanted[name], name
             assert cached(outputs) == [22, 22, 22]
@@ -122,8 +122,10 @@ def test_the_same_bits_as_without(architecture: str, caching: bool) -> None:
 @pytest.mark.parametrize(
     ("architecture", "mode"), in_turn(("qwen3", "mistral"), ("recompute", "swap"))
 )
-def test_the_same_bits_when_memory_is_short(architecture: str, mode: str) -> None:
-    """All at once, in a pool in which they preempt each other."""
+def test_pinned_prefixes_leave_outputs_identical_under_preemption(
+    architecture: str, mode: str
+) -> None:
+    """All prompts run together in a pool so small that they preempt each other."""
     prompts = [[*PREFIX, i, *rest] for i in range(4) for rest in RESTS]
     options = params(temperature=0.8, seed=3, max_tokens=20)
     with open_llm(architecture, enable_prefix_caching=False) as llm:
@@ -135,11 +137,11 @@ def test_the_same_bits_when_memory_is_short(architecture: str, mode: str) -> Non
         outputs = llm.generate(prompts, options, False)
         assert found(outputs) == wanted
         assert all((output.num_cached_tokens or 0) >= 22 for output in outputs)
-        if architecture == "qwen3":  # where a window frees blocks, there is room
+        if architecture == "qwen3":  # mistral's window frees blocks, so none is
             assert any(o.metrics is not None and o.metrics.num_preemptions for o in outputs)
 
 
-def test_prompt_logprobs_are_computed_for_all_of_the_prompt() -> None:
+def test_prompt_logprobs_skip_pinned_prefixes() -> None:
     with open_llm("llama") as llm:
         [wanted] = llm.generate([PROMPTS[1]], params(prompt_logprobs=1), False)
         llm.pin_prefix(PREFIX)
@@ -152,8 +154,7 @@ def test_prompt_logprobs_are_computed_for_all_of_the_prompt() -> None:
         assert llm.pinned_prefixes()[0].num_hits == 0
 
 
-def test_a_system_prompt_is_pinned_as_messages() -> None:
-    """What is pinned is a prefix of every conversation that begins with it."""
+def test_pinned_system_message_is_a_prefix_of_conversations() -> None:
     conversations = [[SYSTEM, {"role": "user", "content": text}] for text in QUESTIONS]
     options = SamplingParams(temperature=0.0, max_tokens=12)
     with demo(enable_prefix_caching=False) as llm:
@@ -166,7 +167,7 @@ def test_a_system_prompt_is_pinned_as_messages() -> None:
         assert alone.num_cached_tokens == 0
 
 
-def test_what_cannot_be_pinned_is_told() -> None:
+def test_invalid_prefixes_are_rejected_with_a_reason() -> None:
     pool = pool_bytes(checkpoint("llama"), 18, 4, 4)
     with open_llm("llama", kv_cache_memory_bytes=pool) as llm:
         for prompt, ttl_s, message in [
@@ -182,7 +183,7 @@ def test_what_cannot_be_pinned_is_told() -> None:
         assert llm.pin_prefix(PREFIX, 100.0).expires_in_s == pytest.approx(100, abs=1)
 
 
-def test_a_time_that_is_over_at_once_is_told() -> None:
+def test_ttl_that_passes_immediately_is_rejected() -> None:
     with (
         open_llm("llama") as llm,
         pytest.raises(RequestError, match="its ttl_s has passed already"),
@@ -190,15 +191,15 @@ def test_a_time_that_is_over_at_once_is_told() -> None:
         llm.pin_prefix(PREFIX, 1e-9)
 
 
-def test_a_prefix_whose_time_is_over_takes_no_room_from_the_next() -> None:
+def test_expired_prefix_leaves_room_for_the_next() -> None:
     pool = pool_bytes(checkpoint("llama"), 18, 4, 4)
     with open_llm("llama", kv_cache_memory_bytes=pool) as llm:
         for _ in range(2):
             llm.pin_prefix(PREFIX, ttl_s=0.05)
-            wait_until(lambda: llm.pinned_prefixes() == [], "its time is over")
+            wait_until(lambda: llm.pinned_prefixes() == [], "the prefix expires")
 
 
-def test_asyncllm_has_the_same() -> None:
+def test_asyncllm_pins_and_unpins_prefixes() -> None:
     async def program() -> None:
         settings = {"dtype": "float32", "max_model_len": 64, "block_size": 4}
         engine = AsyncLLM(
@@ -212,8 +213,8 @@ def test_asyncllm_has_the_same() -> None:
             assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
             assert (wanted.num_cached_tokens, got.num_cached_tokens) == (0, 22)
             assert [(p.id, p.num_hits) for p in await llm.pinned_prefixes()] == [(made.id, 1)]
-            for is_there in (False, True):
-                await cancel_pin(llm, is_there)
+            for is_computed in (False, True):
+                await cancel_pin(llm, is_computed)
                 assert [p.id for p in await llm.pinned_prefixes()] == [made.id]
             with pytest.raises(RequestError, match="ttl_s must be"):
                 await llm.pin_prefix(PREFIX, ttl_s=-1)
@@ -223,14 +224,14 @@ def test_asyncllm_has_the_same() -> None:
     asyncio.run(asyncio.wait_for(program(), 60))
 
 
-async def cancel_pin(llm: AsyncLLM, is_there: bool) -> None:
-    """While the prefix is computed, or when it is and its task has only to hear of it."""
+async def cancel_pin(llm: AsyncLLM, is_computed: bool) -> None:
+    """Cancel while the prefix is computed, or once it is ready but its task has not resumed."""
     task = asyncio.create_task(llm.pin_prefix(PREFIX[::-1] * 2))
     link = llm._link
     assert link is not None
     while not link.num_unfinished:
         await asyncio.sleep(0)
-    while is_there and link.num_unfinished:
+    while is_computed and link.num_unfinished:
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -241,7 +242,7 @@ async def cancel_pin(llm: AsyncLLM, is_there: bool) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
-def test_a_file_of_text(tmp_path: Path, ending: str) -> None:
+def test_text_file_pins_its_text_without_the_final_newline(tmp_path: Path, ending: str) -> None:
     file = tmp_path / "prefix.txt"
     file.write_bytes((TEXT + ending).encode())
     with demo(pin_prefix=str(file)) as llm:
@@ -253,7 +254,7 @@ def test_a_file_of_text(tmp_path: Path, ending: str) -> None:
 
 @pytest.mark.parametrize("name", ["prefix.json", "PREFIX.JSON"])
 @pytest.mark.parametrize("is_list", [True, False])
-def test_a_file_of_json(tmp_path: Path, is_list: bool, name: str) -> None:
+def test_json_file_pins_one_or_several_prefixes(tmp_path: Path, is_list: bool, name: str) -> None:
     entries: list[dict[str, Any]] = [
         {"messages": [SYSTEM], "ttl_s": 1000},
         {"prompt": TEXT, "cache_salt": "mine"},
@@ -306,7 +307,7 @@ def test_a_file_of_json(tmp_path: Path, is_list: bool, name: str) -> None:
         ("a.json", json.dumps({"prompt": [5] * 3000}).encode(), "max_model_len - 1 = 2047"),
     ],
 )
-def test_a_wrong_file_ends_the_start(
+def test_invalid_prefix_file_fails_startup(
     tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
     file = tmp_path / name
@@ -320,7 +321,7 @@ def test_a_wrong_file_ends_the_start(
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "cannot be read"), ('{"prompt": "a", "ttl": 5}', "field `ttl`")]
 )
-def test_quire_serve_ends_with_what_is_wrong_with_the_file(
+def test_quire_serve_exits_with_the_error_of_the_file(
     tmp_path: Path, content: str | None, message: str
 ) -> None:
     file = tmp_path / "prefix.json"
@@ -347,7 +348,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def call(server: Server, method: str, path: str = "", body: object = None) -> tuple[int, Any]:
-    """Over a connection of its own: several reach both API processes."""
+    """Use a new connection, so that several calls reach both API processes."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     text = None if body is None else json.dumps(body)
     headers = {"Content-Type": "application/json"}
@@ -362,7 +363,7 @@ def names(server: Server) -> list[str]:
     return [prefix["id"] for prefix in call(server, "GET")[1]["data"]]
 
 
-def test_all_api_processes_see_the_same(server: Server) -> None:
+def test_api_processes_share_pinned_prefixes(server: Server) -> None:
     assert names(server) == ["prefix-of-file-0"]
     status, made = call(server, "POST", body={"prompt": TEXT, "ttl_s": 1000})
     assert (status, made["status"]) == (200, "ready")
@@ -387,7 +388,7 @@ def test_all_api_processes_see_the_same(server: Server) -> None:
     assert server.metric("quire:pinned_prefixes") == 1
 
 
-def test_the_prefix_of_the_file_is_used(server: Server) -> None:
+def test_prefix_of_the_file_is_hit(server: Server) -> None:
     [prefix] = call(server, "GET")[1]["data"]
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.create(
@@ -397,22 +398,22 @@ def test_the_prefix_of_the_file_is_used(server: Server) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == prefix["num_tokens"]
 
 
-def test_a_prefix_whose_time_is_over_is_gone(server: Server) -> None:
+def test_expired_prefix_is_removed(server: Server) -> None:
     assert call(server, "POST", body={"prompt": "The cat sat on", "ttl_s": 0.3})[0] == 200
-    wait_until(lambda: server.metric("quire:pinned_prefixes") == 1, "it is gone")
+    wait_until(lambda: server.metric("quire:pinned_prefixes") == 1, "the prefix is removed")
     assert names(server) == ["prefix-of-file-0"]
 
 
-def test_clients_that_leave_while_it_is_computed(server: Server) -> None:
-    """2,000 tokens in steps of 16; also if the last step comes before the client is missed."""
+def test_disconnect_while_computing_removes_the_prefix(server: Server) -> None:
+    """1,000 tokens in steps of 16; the last step may end before the disconnect is noticed."""
     for i in range(4):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         body = json.dumps({"prompt": [5 + i] * 1000})
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/prefixes", body, headers)
-        wait_until(lambda: server.metric("quire:pinned_prefixes") == 2, "it has begun")
+        wait_until(lambda: server.metric("quire:pinned_prefixes") == 2, "the prefix is registered")
         connection.sock.close()
         connection.close()
-        wait_until(lambda: server.metric("quire:pinned_prefixes") == 1, "it is gone")
+        wait_until(lambda: server.metric("quire:pinned_prefixes") == 1, "the prefix is removed")
     assert names(server) == ["prefix-of-file-0"]
     assert server.metric("quire:num_requests_running") == 0

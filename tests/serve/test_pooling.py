@@ -62,7 +62,7 @@ def embed(llm: LLM, ids: Sequence[list[int]], params: PoolingParams = RAW) -> li
 
 
 def near(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> None:
-    assert np.std(wanted[0]) > 0.1, "too tame to tell anything"
+    assert np.std(wanted[0]) > 0.1, "the expected values vary too little"
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
@@ -71,8 +71,8 @@ def near(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LAST", "MEAN", "CLS"])
-def test_hidden_states_are_those_of_transformers(kind: str) -> None:
-    """In chunks, and a second time: from cached blocks where that is right."""
+def test_hidden_states_match_transformers(kind: str) -> None:
+    """Prompts run in chunks, then again: from cached blocks where the pooling allows it."""
     folder = pooling_checkpoint("embed")
     states = hidden_states(folder, IDS)
     taken = {"LAST": lambda h: h[-1], "MEAN": lambda h: h.mean(0), "CLS": lambda h: h[0]}[kind]
@@ -86,9 +86,8 @@ def test_hidden_states_are_those_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LAST", "MEAN"])
-def test_a_batch_and_chunks_do_not_change_a_bit(kind: str) -> None:
-    """By the C++ core, in float32: alone, beside others, cut, preempted, and behind a cached
-    prefix."""
+def test_batching_and_chunks_leave_embeddings_bit_identical(kind: str) -> None:
+    """By the C++ core in float32: alone, batched, chunked, preempted, and after a prefix hit."""
     folder, found = pooling_checkpoint("generate"), []
     config = {"seq_pooling_type": kind}
     for settings in ({}, CHUNKS, CHUNKS | {"kv_cache_memory_bytes": 72 << 10}):
@@ -100,7 +99,7 @@ def test_a_batch_and_chunks_do_not_change_a_bit(kind: str) -> None:
         assert all(np.array_equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
-def test_length_and_first_numbers() -> None:
+def test_embeddings_are_normalised_and_cut_to_dimensions() -> None:
     with open_llm(pooling_checkpoint("embed")) as llm:
         whole = embed(llm, IDS[:2])
         unit = [each / np.linalg.norm(each) for each in whole]
@@ -112,7 +111,7 @@ def test_length_and_first_numbers() -> None:
             embed(llm, IDS[:1], PoolingParams(dimensions=33))
 
 
-def test_dense_layers_and_their_order() -> None:
+def test_sentence_transformers_modules_apply_in_order() -> None:
     folder = with_modules(
         pooling_checkpoint("embed"),
         ("Pooling", "1_Pooling", {"pooling_mode": "mean"}),
@@ -131,7 +130,7 @@ def test_dense_layers_and_their_order() -> None:
 
 
 @pytest.mark.parametrize("kind", ["classify", "llama_score"])
-def test_classes_are_those_of_transformers(kind: str) -> None:
+def test_classes_match_transformers(kind: str) -> None:
     folder = pooling_checkpoint(kind)
     logits = class_logits(folder, IDS)
     prompts = [{"prompt_token_ids": each} for each in IDS]
@@ -147,7 +146,7 @@ def test_classes_are_those_of_transformers(kind: str) -> None:
             llm.embed("a", use_tqdm=False)
 
 
-def test_a_cross_encoder_reads_both_texts() -> None:
+def test_cross_encoder_scores_match_transformers() -> None:
     folder = pooling_checkpoint("classify", num_labels=1)
     with open_llm(folder, dtype="float64") as llm:
         tokenizer = llm.get_tokenizer()
@@ -161,8 +160,8 @@ def test_a_cross_encoder_reads_both_texts() -> None:
             assert each.outputs.score == pytest.approx(score[0], abs=1e-10)
 
 
-def test_tokens_of_a_generating_head_as_a_reranker() -> None:
-    """The weight of its score is the difference of two tokens' rows, as Qwen 3's rerankers want."""
+def test_reranker_score_comes_from_two_rows_of_the_lm_head() -> None:
+    """The score's weight is the difference of two tokens' rows, as for Qwen 3's rerankers."""
     folder = pooling_checkpoint("generate")
     overrides = {
         "architectures": ["Qwen3ForSequenceClassification"],
@@ -191,10 +190,10 @@ def test_scores_of_embeddings_are_cosines() -> None:
             llm.score(texts[:2], texts, use_tqdm=False)
 
 
-# ---- what goes with it, and what does not ----------------------------------------------------
+# ---- supported features and limits -----------------------------------------------------------
 
 
-def test_a_recording_replays(tmp_path: Path) -> None:
+def test_pooling_recording_replays(tmp_path: Path) -> None:
     record = str(tmp_path / "record")
     with open_llm(pooling_checkpoint("embed"), record=record, **CHUNKS) as llm:
         embed(llm, IDS)
@@ -202,7 +201,7 @@ def test_a_recording_replays(tmp_path: Path) -> None:
     assert outcome.difference is None
 
 
-def test_numbers_keep_all_their_bits_on_the_wire() -> None:
+def test_pooled_values_keep_all_bits_on_the_wire() -> None:
     numbers = np.array([1 / 3, -0.0, 1e300])
     sent = StepOutputs(details=[SequenceUpdate("a", pooled=numbers)])
     got = client_codec().decode(core_codec().encode(sent)[LENGTH.size :])
@@ -212,7 +211,7 @@ def test_numbers_keep_all_their_bits_on_the_wire() -> None:
     assert found.tobytes() == numbers.tobytes()
 
 
-def test_a_core_in_another_process_sends_the_same_bits() -> None:
+def test_core_process_returns_the_same_bits() -> None:
     async def ask() -> list[np.ndarray]:
         found = []
         async with await AsyncLLM.create(str(pooling_checkpoint("embed"))) as llm:
@@ -229,7 +228,7 @@ def test_a_core_in_another_process_sends_the_same_bits() -> None:
         assert np.array_equal(one, other)
 
 
-def test_checkpoints_without_a_head_fit_and_are_previewed() -> None:
+def test_pooling_checkpoints_are_previewed_and_fit() -> None:
     for kind in ("embed", "classify"):
         folder = str(pooling_checkpoint(kind))
         config = config_from_flat(model=folder, device="cpu")
@@ -238,7 +237,7 @@ def test_checkpoints_without_a_head_fit_and_are_previewed() -> None:
         assert not fit(config, source, Device("cpu", CPU, 4 << 30)).warnings
 
 
-def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
+def test_generating_and_pooling_models_reject_each_others_calls() -> None:
     with open_llm(pooling_checkpoint("generate")) as llm:
         with pytest.raises(RequestError, match="generates text and does not return embeddings"):
             llm.embed("a", use_tqdm=False)
@@ -258,7 +257,7 @@ def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
         ({"kv_disk_dir": "/nowhere"}, "dir:/nowhere: a model that pools all tokens"),
     ],
 )
-def test_settings_of_generating_models(settings: dict[str, Any], words: str) -> None:
+def test_settings_of_generating_models_are_rejected(settings: dict[str, Any], words: str) -> None:
     folder = pooling_checkpoint("embed")
     pooler = {"pooling_type": "MEAN"}
     config = config_from_flat(model=str(folder), pooler_config=pooler, **settings)
@@ -267,7 +266,7 @@ def test_settings_of_generating_models(settings: dict[str, Any], words: str) -> 
         derive_config(config, spec, "cpu")
 
 
-def test_prompts_up_to_the_whole_length_and_cut_ones() -> None:
+def test_prompts_may_fill_max_model_len_or_be_truncated() -> None:
     with open_llm(pooling_checkpoint("embed"), max_model_len=32) as llm:
         whole = {"prompt_token_ids": IDS[2][:32]}
         wanted = embed(llm, [IDS[2][:32]])[0]
@@ -284,7 +283,7 @@ def test_prompts_up_to_the_whole_length_and_cut_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "most", "kept"),
+    ("first", "second", "max_len", "kept"),
     [
         (9, 4, 20, (9, 4)),
         (9, 4, 12, (5, 4)),
@@ -293,10 +292,10 @@ def test_prompts_up_to_the_whole_length_and_cut_ones() -> None:
         (9, 9, 9, (3, 3)),
     ],
 )
-def test_of_a_pair_the_longer_text_is_cut_first(
-    first: int, second: int, most: int, kept: tuple[int, int]
+def test_longer_text_of_a_pair_is_truncated_first(
+    first: int, second: int, max_len: int, kept: tuple[int, int]
 ) -> None:
-    """As transformers' tokenizers cut with `longest_first`; three special tokens stay."""
+    """Truncate like transformers' `longest_first`; the three special tokens stay."""
     parts, frame = [[1] * first, [2] * second], [[7], [8], [9]]
-    found = joined(parts, frame, most, "right").token_ids
+    found = joined(parts, frame, max_len, "right").token_ids
     assert found == [7, *[1] * kept[0], 8, *[2] * kept[1], 9]

@@ -9,7 +9,7 @@ from quire.serve.processes import progress
 from quire.serve.processes.progress import CountBar, LoadBar, time_left
 
 
-def test_the_time_left_follows_the_mean_rate() -> None:
+def test_time_left_follows_the_mean_rate() -> None:
     assert time_left(1, 4, 10.0) == "0:00:30 left"
     assert time_left(2, 7202, 2.0) == "2:00:00 left"
     assert time_left(1, 2, 59.7) == "0:01:00 left"
@@ -17,7 +17,7 @@ def test_the_time_left_follows_the_mean_rate() -> None:
     assert time_left(0, 5, 9.0) == "-"
 
 
-def test_a_bar_counts_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_is_shown_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with CountBar(3, "Work") as bar:
         bar.advance()
         assert bar._shown is None

@@ -1,4 +1,4 @@
-"""Token buckets against one that is filled in exact fractions, and from several processes."""
+"""Token buckets, compared with exact fractions and shared by several processes."""
 
 import os
 import random
@@ -24,7 +24,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def make(clock: FakeClock) -> Iterator[Make]:
-    """make((requests, tokens) of each key): all of one test share their memory."""
+    """Yield make((requests, tokens) of each key); the limits of one test share their memory."""
     fds: list[int] = []
 
     def limits(*pairs: tuple[int, int]) -> RateLimits:
@@ -37,7 +37,7 @@ def make(clock: FakeClock) -> Iterator[Make]:
         os.close(fd)
 
 
-def test_a_minutes_worth_at_once_then_evenly(make: Make, clock: FakeClock) -> None:
+def test_limit_allows_a_burst_of_a_minute_then_an_even_rate(make: Make, clock: FakeClock) -> None:
     limits = make((3, 0))
     assert [limits.admit(0) for _ in range(3)] == [None] * 3
     refused = limits.admit(0)
@@ -52,33 +52,33 @@ def test_a_minutes_worth_at_once_then_evenly(make: Make, clock: FakeClock) -> No
     assert limits.levels(0)["requests"].num_left == 3  # never more than a minute's worth
 
 
-def test_tokens_may_go_below_zero_and_are_waited_for(make: Make, clock: FakeClock) -> None:
+def test_token_debt_must_be_refilled_first(make: Make, clock: FakeClock) -> None:
     limits = make((0, 600))
     limits.charge(0, 599)
-    assert limits.admit(0) is None  # one is left
+    assert limits.admit(0) is None  # one token is left
     limits.charge(0, 301)
     refused = limits.admit(0)
     assert refused is not None and refused.kind == "tokens"
-    assert refused.wait_s == pytest.approx(30.1)  # 300 of debt, and one token, at 10 a second
+    assert refused.wait_s == pytest.approx(30.1)  # a debt of 300 and one token, at 10 a second
     assert limits.levels(0)["tokens"].num_left == 0
     limits.charge(0, -301)
     assert limits.admit(0) is None
     assert "requests" not in limits.levels(0)
 
 
-def test_what_is_reserved_is_there_or_nothing_is_taken(make: Make, clock: FakeClock) -> None:
+def test_reserve_takes_all_tokens_or_none(make: Make, clock: FakeClock) -> None:
     limits = make((0, 600), (5, 0))
     assert limits.reserve(0, 400) is None
     refused = limits.reserve(0, 300)
     assert refused is not None and refused.wait_s == pytest.approx(10.0)
     assert limits.levels(0)["tokens"].num_left == 200
     assert limits.reserve(0, 200) is None and limits.admit(0) is not None
-    limits.charge(0, -350)  # it wrote less
+    limits.charge(0, -350)  # the response was shorter
     assert limits.reserve(0, 300) is None
     assert limits.reserve(1, 10**9) is None  # no limit
 
 
-def test_more_than_a_bucket_needs_a_full_one(make: Make, clock: FakeClock) -> None:
+def test_reserving_more_than_a_bucket_needs_a_full_one(make: Make, clock: FakeClock) -> None:
     limits = make((0, 600))
     limits.charge(0, 1)
     refused = limits.reserve(0, 1000)
@@ -89,7 +89,7 @@ def test_more_than_a_bucket_needs_a_full_one(make: Make, clock: FakeClock) -> No
     assert refused is not None and refused.wait_s == pytest.approx(40.1)
 
 
-def test_keys_have_buckets_of_their_own(make: Make) -> None:
+def test_each_key_has_its_own_buckets(make: Make) -> None:
     limits = make((1, 10), (1, 0), (0, 0))
     limits.charge(0, 1000)
     limits.charge(1, 1000)
@@ -98,15 +98,15 @@ def test_keys_have_buckets_of_their_own(make: Make) -> None:
     assert [limits.admit(2) for _ in range(100)] == [None] * 100 and limits.levels(2) == {}
 
 
-def test_a_refused_request_takes_nothing(make: Make, clock: FakeClock) -> None:
+def test_rejected_request_uses_no_quota(make: Make, clock: FakeClock) -> None:
     limits = make((5, 60))
     limits.charge(0, 61)
     assert [limits.admit(0) is not None for _ in range(9)] == [True] * 9
     assert limits.levels(0)["requests"].num_left == 5
 
 
-def test_as_a_bucket_of_fractions(make: Make, clock: FakeClock) -> None:
-    """Any order of requests, tokens and time; times are sixteenths of a second."""
+def test_limits_match_a_bucket_of_exact_fractions(make: Make, clock: FakeClock) -> None:
+    """Random requests, tokens and pauses; times are multiples of a sixteenth of a second."""
     rng = random.Random(5)
     limits = make((7, 1000))
     rates = (Fraction(7, 60), Fraction(1000, 60))
@@ -115,10 +115,12 @@ def test_as_a_bucket_of_fractions(make: Make, clock: FakeClock) -> None:
     for _ in range(5000):
         sixteenths = rng.choice((0, 0, 1, 5, 40, 200))
         clock.advance(sixteenths / 16)
-        for kind, most in enumerate((7, 1000)):
-            level[kind] = min(Fraction(most), level[kind] + rates[kind] * Fraction(sixteenths, 16))
+        for kind, capacity in enumerate((7, 1000)):
+            level[kind] = min(
+                Fraction(capacity), level[kind] + rates[kind] * Fraction(sixteenths, 16)
+            )
         if min(abs(have - 1) for have in level) < Fraction(1, 10**4):
-            continue  # a matter of rounding
+            continue  # rounding decides
         expected = level[0] >= 1 and level[1] >= 1
         assert (limits.admit(0) is None) == expected
         if expected:
@@ -145,7 +147,7 @@ print(found)
 """
 
 
-def test_processes_that_share_the_memory_share_the_limit() -> None:
+def test_processes_that_share_memory_share_the_limit() -> None:
     fd = make_memory(1)
     command = [sys.executable, "-c", ADMITTING, str(fd)]
     children = [
@@ -158,14 +160,14 @@ def test_processes_that_share_the_memory_share_the_limit() -> None:
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
-    told = [int(child.communicate()[0]) for child in children]
-    assert sum(told) == 1000
+    counts = [int(child.communicate()[0]) for child in children]
+    assert sum(counts) == 1000
     left = RateLimits([(1000, 10**6)], fd, FakeClock(50.0)).levels(0)
     assert (left["requests"].num_left, left["tokens"].num_left) == (0, 10**6 - 7000)
     os.close(fd)
 
 
-def test_settings() -> None:
+def test_settings_give_the_limits_of_each_key() -> None:
     assert ServerConfig().rate_limits == []
     assert ServerConfig(requests_per_minute=(0,)).rate_limits == []
     assert ServerConfig(requests_per_minute=(5,)).rate_limits == [(5, 0)]

@@ -1,4 +1,4 @@
-"""quire as a replica of Ray Serve: the class without Ray, and with it where it is installed."""
+"""quire as a Ray Serve replica: the class without Ray, and with Ray where it is installed."""
 
 import asyncio
 import json
@@ -18,12 +18,12 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20, "max_model_len": 128,
     "disable_log_stats": True, "pipeline_depth": 1,
 }  # fmt: skip
-ASKED = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0.0}
+BODY = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0.0}
 
 
 @dataclass
 class LLMConfig:
-    """What of Ray's is read."""
+    """The fields of Ray's LLMConfig that quire reads."""
 
     model_id: str = "fox"
     model_loading_config: Any = field(
@@ -34,7 +34,7 @@ class LLMConfig:
 
 
 async def status_of(app: Any, path: str, host: str) -> int:
-    """What a GET of one that asks for this host gets."""
+    """Return the status of a GET with this Host header."""
     sent: list[dict[str, Any]] = []
     scope = {
         "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "root_path": "",
@@ -53,19 +53,19 @@ async def status_of(app: Any, path: str, host: str) -> int:
     return status
 
 
-def test_a_replica_answers_by_quires_own_app() -> None:
-    """Made of Ray's LLMConfig: the name that Ray gives the model is the one that requests give."""
+def test_replica_answers_through_quires_app() -> None:
+    """The name that Ray's LLMConfig gives the model is the one that requests give."""
 
     async def talk() -> None:
         config = LLMConfig()
         replica = QuireServer(config)
-        await replica.check_health()  # before it was started, nothing can be wrong
+        await replica.check_health()  # healthy before it is started
         app = await replica.__serve_build_asgi_app__()
         await replica.check_health()
         assert await replica.llm_config() is config
-        assert await status_of(app, "/v1/models", "fox.example") == 200, "Ray has any name"
+        assert await status_of(app, "/v1/models", "fox.example") == 200, "Ray may use any host name"
         caller = AppCaller(app)
-        body = json.dumps({"model": "fox", **ASKED}).encode()
+        body = json.dumps({"model": "fox", **BODY}).encode()
         reply = await caller.post("/v1/completions", body)
         assert reply.status == 200
         answer = json.loads(reply.body)
@@ -77,17 +77,17 @@ def test_a_replica_answers_by_quires_own_app() -> None:
     asyncio.run(talk())
 
 
-def test_options_are_those_of_the_config() -> None:
+def test_deployment_options_come_from_the_config() -> None:
     assert QuireServer.get_deployment_options(LLMConfig()) == {"num_replicas": 2}
 
 
 @pytest.mark.parametrize("name", ["port", "api_server_count", "files_dir", "usage_log"])
-def test_what_ray_does_is_no_setting(name: str) -> None:
+def test_settings_that_ray_controls_are_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} has no effect in a Ray Serve replica"):
         QuireServer("demo", **{name: 1})
 
 
-def test_other_settings_are_checked_before_anything_is_loaded() -> None:
+def test_settings_are_checked_before_loading() -> None:
     with pytest.raises(ConfigError, match="no setting 'max_seqs'"):
         QuireServer("demo", max_seqs=1)
     with pytest.raises(ConfigError, match="is not supported"):
@@ -97,14 +97,14 @@ def test_other_settings_are_checked_before_anything_is_loaded() -> None:
         QuireServer(LLMConfig(model_loading_config=source))
 
 
-def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_application_without_ray_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(MissingDependency, match=r'pip install "quire\[ray-serve\]"'):
         application("demo")
 
 
 @pytest.mark.slow
-def test_a_local_serve() -> None:
+def test_local_ray_serve_answers_requests() -> None:
     ray = pytest.importorskip("ray")
     serve = pytest.importorskip("ray.serve")
     with socket.socket() as free:
@@ -126,9 +126,9 @@ def test_a_local_serve() -> None:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(application("demo", **SMALL, deployment={"graceful_shutdown_timeout_s": 20}))
         assert call("/health") == ""
-        whole = json.loads(call("/v1/completions", {"model": "demo", **ASKED}))
+        whole = json.loads(call("/v1/completions", {"model": "demo", **BODY}))
         assert whole["usage"]["completion_tokens"] == 6
-        streamed = call("/v1/completions", {"model": "demo", **ASKED, "stream": True})
+        streamed = call("/v1/completions", {"model": "demo", **BODY, "stream": True})
         events = [line[6:] for line in streamed.splitlines() if line.startswith("data: ")]
         assert events[-1] == "[DONE]"
         texts = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]

@@ -13,7 +13,7 @@ from quire.serve.context import ApiContext
 from tests.serve.api.conftest import serving
 from tests.support.serve.fake_client import FakeClient
 
-# Opens reasoning in the prompt, unless told otherwise, as models do that always think.
+# The prompt opens reasoning unless that is disabled, as for models that always think.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
@@ -42,7 +42,7 @@ def client(llm: LLM) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def test_a_form_comes_behind_the_reasoning(llm: LLM) -> None:
+def test_constrained_output_follows_the_reasoning(llm: LLM) -> None:
     params = SamplingParams(max_tokens=120, structured_outputs=MOODS, thinking_token_budget=40)
     [output] = llm.chat(MESSAGES, params, use_tqdm=False)
     reasoning, close, rest = output.outputs[0].text.partition("</think>")
@@ -50,7 +50,7 @@ def test_a_form_comes_behind_the_reasoning(llm: LLM) -> None:
     assert rest.strip() in ("good", "bad")
 
 
-def test_a_prompt_that_opens_reasoning_needs_no_conversation(llm: LLM) -> None:
+def test_plain_prompt_may_open_reasoning(llm: LLM) -> None:
     params = SamplingParams(max_tokens=120, structured_outputs=MOODS, thinking_token_budget=40)
     both = [params, SamplingParams(max_tokens=120, structured_outputs=MOODS)]
     opened, plain = llm.generate(["assistant:<think>\n", "user: Hi"], both, use_tqdm=False)
@@ -58,14 +58,14 @@ def test_a_prompt_that_opens_reasoning_needs_no_conversation(llm: LLM) -> None:
     assert plain.outputs[0].text in ("good", "bad")
 
 
-def test_a_budget_needs_reasoning(llm: LLM) -> None:
+def test_thinking_budget_needs_a_reasoning_format(llm: LLM) -> None:
     with pytest.raises(RequestError, match="no reasoning format is known") as caught:
         llm.generate("Hi", SamplingParams(thinking_token_budget=5), use_tqdm=False)
     assert caught.value.field == "thinking_token_budget"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_told_apart(client: openai.OpenAI, stream: bool) -> None:
+def test_reasoning_is_separated_from_content(client: openai.OpenAI, stream: bool) -> None:
     answer = client.chat.completions.create(
         model="demo", messages=MESSAGES, max_tokens=200, stream=stream, seed=5,
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {
@@ -91,7 +91,7 @@ def test_reasoning_is_told_apart(client: openai.OpenAI, stream: bool) -> None:
 
 
 def test_thinking_can_be_switched_off(client: openai.OpenAI) -> None:
-    """The prompt holds an empty block then, so the answer begins as content."""
+    """The prompt then has an empty reasoning block, so the answer starts as content."""
     answer = client.chat.completions.create(
         model="demo", messages=MESSAGES, max_tokens=8, temperature=0,
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},
@@ -101,8 +101,7 @@ def test_thinking_can_be_switched_off(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
-def test_reasoning_that_does_not_end(client: openai.OpenAI) -> None:
-    """All of it is reasoning: nothing of it is content."""
+def test_unfinished_reasoning_is_never_content(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="demo", messages=MESSAGES, max_tokens=8, temperature=0
     )
@@ -112,6 +111,6 @@ def test_reasoning_that_does_not_end(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
-def test_an_unknown_format_is_refused_at_the_start(setting: str) -> None:
+def test_unknown_parser_is_rejected_at_startup(setting: str) -> None:
     with pytest.raises(ConfigError, match="there is no format of .* 'nonsense'; there are auto"):
         LLM("demo", **{setting: "nonsense"})

@@ -1,4 +1,4 @@
-"""`quire serve --record`: the real server's runs are replayed, also that of one that was killed."""
+"""`quire serve --record`: the runs of a real server are replayed, also after a kill."""
 
 import http.client
 import json
@@ -33,9 +33,9 @@ def read(server: Server, path: str) -> dict[str, Any]:
     return found
 
 
-def test_a_server_that_is_killed_and_one_that_ends(tmp_path: Path) -> None:
-    """Many at once, n, beams; a time line while the server runs; then the core is killed: what it
-    did until then can be replayed, and the next core records on."""
+def test_recordings_of_killed_and_stopped_cores_replay(tmp_path: Path) -> None:
+    """Requests with n and beams run together, and one is read while the server runs. Then the core
+    is killed: its recording replays up to there, and the next core continues recording."""
     server = Server("--record", str(tmp_path / "run"), "--max-num-seqs", "6", *RESTART)
     try:
         stories = [f"Story {i}: once upon a time" for i in range(6)]
@@ -53,8 +53,8 @@ def test_a_server_that_is_killed_and_one_that_ends(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         answer = ask(server, stories[0])
-        told = read(server, f"/v1/requests/{answer['id']}")
-        assert told["output_tokens"] == answer["usage"]["completion_tokens"]
+        timeline = read(server, f"/v1/requests/{answer['id']}")
+        assert timeline["output_tokens"] == answer["usage"]["completion_tokens"]
         assert server.get("/v1/requests/cmpl-unknown") == 404
         wait_until(
             lambda: replay_all(read_recording(tmp_path / "run")).num_requests >= 6, "written"

@@ -1,5 +1,5 @@
-"""A request's tokens and log-probabilities have the same bits alone, in a batch, in chunks,
-preempted, or found in the prefix cache. This holds for every format of weights, on a CPU."""
+"""A request's tokens and log-probabilities are bit-identical alone, in a batch, in chunks,
+preempted, and with prefix hits. This holds for every format of weights, on a CPU."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ Found = list[list[tuple[int, dict[int, float]]]]
 
 
 def found(outputs: list[RequestOutput]) -> Found:
-    """Each request's tokens, with the log-probabilities that came with each."""
+    """Return each request's tokens with their log-probabilities."""
     return [
         [
             (token, {t: logprob.logprob for t, logprob in entry.items()})
@@ -56,7 +56,7 @@ def open_llm(architecture: str, **settings: Any) -> LLM:
     return LLM(str(checkpoint(architecture)), disable_log_stats=True, **(defaults | settings))
 
 
-QUICK = {  # each architecture with some of the formats
+QUICK = {  # formats that quick runs test for each architecture
     "qwen3": ("int8 keys and values", "int4"),
     "qwen3_moe": ("float16",),
     "gpt2": ("int8 per output",),
@@ -71,7 +71,7 @@ QUICK = {  # each architecture with some of the formats
         for name in FORMATS
     ],
 )
-def test_nothing_around_a_request_changes_a_bit(architecture: str, name: str) -> None:
+def test_outputs_are_bit_identical_however_a_request_is_run(architecture: str, name: str) -> None:
     settings = FORMATS[name]
     with open_llm(architecture, enable_prefix_caching=False, **settings) as llm:
         alone = [

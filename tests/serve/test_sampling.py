@@ -24,7 +24,7 @@ from tests.support.render.tiny_tokenizers import tokenizer, write_directory
 
 TOK: Tokenizer = tokenizer("byte_level")
 VOCAB = 97
-GUESSES = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
 
 
 def open_llm(folder: Path | None = None, **settings: Any) -> LLM:
@@ -71,7 +71,7 @@ def greedy(llm: LLM, prompt: Any, **params: Any) -> list[int]:
 
 # ---- seeds -----------------------------------------------------------------------------------
 
-# Each with something of its own: plain, filtered, penalised, masked.
+# One kind of options each: plain, filtered, penalised, masked.
 SEEDED = [
     SamplingParams(seed=1, max_tokens=14),
     SamplingParams(seed=2, max_tokens=9, temperature=0.7, top_p=0.8),
@@ -108,7 +108,7 @@ def alone(ids_llm: LLM) -> list[list[int]]:
     ],
     ids=["batch", "three rows", "depth 2", "preemption", "preemption, depth 2", "engine seed"],
 )
-def test_a_seed_gives_the_same_tokens_anywhere(
+def test_seeded_tokens_do_not_depend_on_batch_or_settings(
     alone: list[list[int]], settings: dict[str, Any]
 ) -> None:
     with open_llm(**settings) as llm:
@@ -120,14 +120,14 @@ def test_a_seed_gives_the_same_tokens_anywhere(
         assert preempted == ("kv_cache_memory_bytes" in settings)
 
 
-def test_seeds_differ(ids_llm: LLM) -> None:
+def test_different_seeds_give_different_tokens(ids_llm: LLM) -> None:
     params = [SamplingParams(seed=seed, max_tokens=12) for seed in range(8)]
     outputs = ids_llm.generate([line(5)] * 8, params)
     assert len({tuple(t) for t in tokens(outputs)}) == 8
 
 
-def test_without_seeds_requests_differ_and_runs_repeat() -> None:
-    """-1 is no seed either. The engine's seed changes all of them."""
+def test_unseeded_requests_differ_and_runs_repeat() -> None:
+    """A seed of -1 counts as none. The engine's seed determines all unseeded requests."""
     runs = []
     for seed in (0, 0, 1):
         with open_llm(seed=seed) as llm:
@@ -138,12 +138,12 @@ def test_without_seeds_requests_differ_and_runs_repeat() -> None:
     assert len({*runs[0], *runs[2]}) == 12
 
 
-# ---- what ends a sequence --------------------------------------------------------------------
+# ---- stopping --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def free_text(text_llm: LLM) -> str:
-    """What the model writes behind "Hello" with seed 0, which holds only whole characters."""
+    """The model's text after "Hello" with seed 0; it contains only whole characters."""
     return run(text_llm, "Hello", **FREE).outputs[0].text
 
 
@@ -153,8 +153,10 @@ FREE: dict[str, Any] = {"seed": 0, "max_tokens": 30, "allowed_token_ids": ASCII}
 
 
 @pytest.mark.parametrize(("depth", "include"), in_turn((1, 2), (False, True)))
-def test_stop_strings_anywhere(free_text: str, depth: int, include: bool) -> None:
-    """Each piece of the text ends it, wherever the tokens' borders are, where it first occurs."""
+def test_stop_strings_match_across_token_boundaries(
+    free_text: str, depth: int, include: bool
+) -> None:
+    """Each piece of the text is a stop string once; the text ends at its first occurrence."""
     with open_llm(text_checkpoint(), pipeline_depth=depth) as llm:
         ids = run(llm, "Hello", **FREE).outputs[0].token_ids
         pieces = [free_text[i : i + 5] for i in range(0, len(free_text) - 5, 3)]
@@ -171,12 +173,12 @@ def test_stop_strings_anywhere(free_text: str, depth: int, include: bool) -> Non
             assert (done.finish_reason, done.stop_reason) == ("stop", piece)
             assert done.token_ids == ids[: len(done.token_ids)]
             crossed += not TOK.decode([done.token_ids[-1]]).endswith(piece)
-        assert crossed > 0, "no stop string lay across tokens"
+        assert crossed > 0, "no stop string crossed a token boundary"
         scheduler = llm.engine.client.core.scheduler
         assert scheduler.num_running == 0 and scheduler.memory.kv.pools[0].num_used == 0
 
 
-def test_the_first_of_several_stop_strings(text_llm: LLM, free_text: str) -> None:
+def test_earliest_stop_string_in_the_text_wins(text_llm: LLM, free_text: str) -> None:
     near, far = free_text[8:11], free_text[16:19]
     done = run(text_llm, "Hello", stop=[far, "never written", near], **FREE).outputs[0]
     assert (done.text, done.stop_reason) == (free_text[: free_text.index(near)], near)
@@ -185,8 +187,8 @@ def test_the_first_of_several_stop_strings(text_llm: LLM, free_text: str) -> Non
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 1))
-def test_stop_token_ids_and_min_tokens(depth: int) -> None:
-    """Before min_tokens a stop token is not even chosen."""
+def test_stop_token_ids_end_the_output_after_min_tokens(depth: int) -> None:
+    """Stop tokens are masked until min_tokens is reached."""
     with open_llm(pipeline_depth=depth) as llm:
         plain = greedy(llm, line(5), max_tokens=12)
         stop = plain[4]
@@ -205,7 +207,7 @@ def test_stop_token_ids_and_min_tokens(depth: int) -> None:
 
 @pytest.fixture(scope="module")
 def eos_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with generation_config.json: two ends of sequence and ways to sample."""
+    """A model whose generation_config.json has two end tokens and sampling defaults."""
     folder = write_directory(tmp_path_factory.mktemp("eos"), "byte_level")
     write_checkpoint(folder, "llama", 424)
     values = {"eos_token_id": [300, 301], "temperature": 0.0, "top_p": 0.9, "max_new_tokens": 7}
@@ -213,8 +215,8 @@ def eos_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_end_of_sequence(eos_folder: Path) -> None:
-    """By the tokenizer's own, and by those of generation_config.json; none gives a stop_reason."""
+def test_end_tokens_of_tokenizer_and_generation_config_stop(eos_folder: Path) -> None:
+    """An end token gives no stop_reason unless it is also in stop_token_ids."""
     own = TOK.eos_token_id
     assert own is not None
     with open_llm(eos_folder) as llm:
@@ -231,23 +233,23 @@ def test_end_of_sequence(eos_folder: Path) -> None:
             assert (done.token_ids, done.stop_reason) == ([eos], eos)
 
 
-def test_sampling_defaults_of_the_model(eos_folder: Path) -> None:
+def test_sampling_defaults_come_from_generation_config(eos_folder: Path) -> None:
     with open_llm(eos_folder) as llm:
         defaults = llm.get_default_sampling_params()
         assert (defaults.temperature, defaults.max_tokens) == (0.0, 7)
-        asked = SamplingParams(temperature=0, max_tokens=7)
+        explicit = SamplingParams(temperature=0, max_tokens=7)
         given = llm.generate(["Hello"])
-        assert tokens(given) == tokens(llm.generate(["Hello"], asked))
+        assert tokens(given) == tokens(llm.generate(["Hello"], explicit))
         assert len(given[0].outputs[0].token_ids) <= 7
         assert len(tokens(llm.generate(["Hello"], SamplingParams(ignore_eos=True)))[0]) == 16
     with open_llm(eos_folder, generation_config="none") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
         done = run(llm, "Hello", max_tokens=5, logit_bias={300: 100.0}).outputs[0]
-        assert done.token_ids == [300]  # what ends a sequence is no way to sample
+        assert done.token_ids == [300]  # "none" drops sampling defaults, not end tokens
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 2))
-def test_without_max_tokens_it_goes_on_to_max_model_len(depth: int) -> None:
+def test_without_max_tokens_output_fills_max_model_len(depth: int) -> None:
     with open_llm(pipeline_depth=depth, max_model_len=40) as llm:
         for length in (1, 17, 39):
             done = run(llm, line(length), temperature=0, max_tokens=None).outputs[0]
@@ -263,7 +265,7 @@ def test_without_max_tokens_it_goes_on_to_max_model_len(depth: int) -> None:
 
 
 def assert_logprobs(found: dict[int, Any], logits_V: torch.Tensor, chosen: int, count: int) -> None:
-    """Against log_softmax: the chosen token first, then the best, each with its rank."""
+    """Compare with log_softmax: the chosen token, then the most probable ones, with ranks."""
     wanted_V = logits_V.log_softmax(-1)
     best = wanted_V.argsort(descending=True)[:count].tolist()
     assert list(found) == list(dict.fromkeys([chosen, *best]))
@@ -287,8 +289,8 @@ def assert_logprobs(found: dict[int, Any], logits_V: torch.Tensor, chosen: int, 
     ],
     ids=["plain", "float32", "chunks", "chunks, depth 2", "preemption", "preemption, depth 2"],
 )
-def test_logprobs_are_log_softmax(settings: dict[str, Any]) -> None:
-    """Of prompt and output, of the raw logits whatever the sampling, each position once."""
+def test_logprobs_equal_log_softmax_of_raw_logits(settings: dict[str, Any]) -> None:
+    """Prompt and output have one entry for each position, whatever the sampling parameters."""
     folder = checkpoint("llama")
     prompts = [line(length, seed=length) for length in (1, 2, 9, 26, 20, 33)]
     wanted = [0, 1, 3, 5, 0, 2]
@@ -313,16 +315,16 @@ def test_logprobs_are_log_softmax(settings: dict[str, Any]) -> None:
 
 
 def assert_all_logprobs(folder: Path, prompt: list[int], output: RequestOutput, count: int) -> None:
-    """Of each position of prompt and output, the prompt's first apart."""
+    """Check each position of prompt and output except the prompt's first."""
     (done,) = output.outputs
     logits_TV = reference_logits(folder, prompt + done.token_ids)
     assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
     assert done.logprobs is not None and len(done.logprobs) == len(done.token_ids)
-    for place, found in enumerate(output.prompt_logprobs[1:] + done.logprobs):
-        chosen = (prompt + done.token_ids)[place + 1]
+    for pos, found in enumerate(output.prompt_logprobs[1:] + done.logprobs):
+        chosen = (prompt + done.token_ids)[pos + 1]
         assert found is not None
-        assert_logprobs(found, logits_TV[place], chosen, count)
+        assert_logprobs(found, logits_TV[pos], chosen, count)
     total = sum(
         entry[token].logprob for entry, token in zip(done.logprobs, done.token_ids, strict=True)
     )
@@ -331,11 +333,11 @@ def assert_all_logprobs(folder: Path, prompt: list[int], output: RequestOutput, 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 40, "pipeline_depth": 2}, {"speculative_config": GUESSES}],
-    ids=["plain", "depth 2", "guesses"],
+    [{}, {"max_num_batched_tokens": 40, "pipeline_depth": 2}, {"speculative_config": NGRAM}],
+    ids=["plain", "depth 2", "drafts"],
 )
-def test_logprobs_of_tokens_by_name(settings: dict[str, Any]) -> None:
-    """logprob_token_ids: of lists of several lengths, beside rows that ask for others."""
+def test_logprob_token_ids_return_the_requested_tokens(settings: dict[str, Any]) -> None:
+    """Lists of several lengths, batched with a row that requests the most probable tokens."""
     folder = checkpoint("llama")
     named = [[5], [60, 3, 17, 3], None, list(range(20, 90))]
     base = {"max_tokens": 12, "temperature": 1.2, "ignore_eos": True}
@@ -351,11 +353,11 @@ def test_logprobs_of_tokens_by_name(settings: dict[str, Any]) -> None:
         for done in output.outputs:
             logits_TV = reference_logits(folder, prompt + done.token_ids)
             assert done.logprobs is not None and len(done.logprobs) == len(done.token_ids) == 12
-            for place, found in enumerate(done.logprobs):
-                wanted_V = logits_TV[len(prompt) - 1 + place].log_softmax(-1)
-                chosen = done.token_ids[place]
+            for pos, found in enumerate(done.logprobs):
+                wanted_V = logits_TV[len(prompt) - 1 + pos].log_softmax(-1)
+                chosen = done.token_ids[pos]
                 if ids is None:
-                    assert_logprobs(found, logits_TV[len(prompt) - 1 + place], chosen, 3)
+                    assert_logprobs(found, logits_TV[len(prompt) - 1 + pos], chosen, 3)
                     continue
                 assert list(found) == list(dict.fromkeys([chosen, *ids]))
                 for token_id, entry in found.items():
@@ -367,12 +369,12 @@ def test_logprobs_of_tokens_by_name(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}, {"speculative_config": GUESSES}],
-    ids=["plain", "chunks", "guesses"],
+    [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}, {"speculative_config": NGRAM}],
+    ids=["plain", "chunks", "drafts"],
 )
-def test_logprobs_of_a_prompt_by_name(settings: dict[str, Any]) -> None:
-    """prompt_logprob_token_ids: rows of several lengths, from the beginning and from later on,
-    beside a prompt that asks for the most probable tokens."""
+def test_prompt_logprob_token_ids_return_the_requested_tokens(settings: dict[str, Any]) -> None:
+    """Lists of several lengths that start at the first token or later, batched with a prompt that
+    requests the most probable tokens."""
     folder, prompts = checkpoint("llama"), [line(length, seed=length) for length in (9, 70, 12, 5)]
     starts = [0, 50, None, 3]
     named = [
@@ -396,16 +398,16 @@ def test_logprobs_of_a_prompt_by_name(settings: dict[str, Any]) -> None:
             assert_logprobs(found[5] or {}, logits_TV[4], prompt[5], 2)
             continue
         assert found[: start + 1] == [None] * (start + 1)
-        for place, position in enumerate(found[start + 1 :], start + 1):
+        for pos, position in enumerate(found[start + 1 :], start + 1):
             assert position is not None
-            wanted = [each for each in rows[place - start - 1] if each >= 0]
-            assert list(position) == list(dict.fromkeys([prompt[place], *wanted]))
-            expected_V = logits_TV[place - 1].log_softmax(-1)
+            wanted = [each for each in rows[pos - start - 1] if each >= 0]
+            assert list(position) == list(dict.fromkeys([prompt[pos], *wanted]))
+            expected_V = logits_TV[pos - 1].log_softmax(-1)
             for token_id, entry in position.items():
                 assert entry.logprob == pytest.approx(float(expected_V[token_id]), abs=2e-5)
 
 
-def test_rows_for_other_tokens_than_the_prompt_has(ids_llm: LLM) -> None:
+def test_prompt_logprob_token_ids_must_fit_prompt_and_vocabulary(ids_llm: LLM) -> None:
     params = SamplingParams(prompt_logprob_token_ids=[[1], [2]], prompt_logprob_start=1)
     with pytest.raises(RequestError, match="has 2 lists, but the prompt has 1 tokens after"):
         ids_llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
@@ -415,8 +417,8 @@ def test_rows_for_other_tokens_than_the_prompt_has(ids_llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 2))
-def test_prompt_logprobs_of_a_prompt_that_is_begun_twice(depth: int) -> None:
-    """Three short prompts grow while a long one is computed in chunks, until it loses its row."""
+def test_prompt_logprobs_survive_preemption_within_the_prompt(depth: int) -> None:
+    """Three short requests grow while a long prompt is computed, until one is preempted."""
     folder = checkpoint("llama")
     prompts = [line(length, seed=length) for length in (4, 5, 6, 60)]
     params = [
@@ -430,19 +432,19 @@ def test_prompt_logprobs_of_a_prompt_that_is_begun_twice(depth: int) -> None:
         llm.engine.client.core.subscribe(events.append)
         outputs = llm.generate(prompts, params)
     lost = [e.num_lost_tokens for e in events if type(e).__name__ == "Preempted"]
-    assert any(0 < tokens < 60 for tokens in lost), "it was not preempted within its prompt"
+    assert any(0 < tokens < 60 for tokens in lost), "no request was preempted within its prompt"
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_all_logprobs(folder, prompt, output, 1)
 
 
-def test_prompt_logprobs_do_without_prefix_hits(ids_llm: LLM) -> None:
+def test_prompt_logprobs_skip_the_prefix_cache(ids_llm: LLM) -> None:
     greedy(ids_llm, line(30))
     output = run(ids_llm, line(30), prompt_logprobs=1)
     assert output.num_cached_tokens == 0 and len(output.prompt_logprobs or []) == 30
     assert run(ids_llm, line(30)).num_cached_tokens == 28
 
 
-def test_logprobs_of_the_whole_vocabulary() -> None:
+def test_logprobs_of_minus_one_cover_the_whole_vocabulary() -> None:
     with open_llm(max_logprobs=-1) as llm:
         output = run(llm, line(4), max_tokens=2, logprobs=-1, prompt_logprobs=-1)
     entries = (output.prompt_logprobs or [])[1:] + (output.outputs[0].logprobs or [])
@@ -452,17 +454,17 @@ def test_logprobs_of_the_whole_vocabulary() -> None:
         assert sum(2.718281828**e.logprob for e in entry.values()) == pytest.approx(1, abs=1e-4)
 
 
-def test_logprobs_show_their_tokens(text_llm: LLM) -> None:
+def test_decoded_tokens_of_logprobs_join_to_the_text(text_llm: LLM) -> None:
     output = run(text_llm, "Hello", logprobs=2, prompt_logprobs=0, **FREE)
     done = output.outputs[0]
     shown = [e[t].decoded_token for e, t in zip(done.logprobs or [], done.token_ids, strict=True)]
     assert "".join(text or "" for text in shown) == done.text
 
 
-# ---- logits that are changed -----------------------------------------------------------------
+# ---- changed logits --------------------------------------------------------------------------
 
 
-def test_logit_bias_and_allowed_token_ids(ids_llm: LLM) -> None:
+def test_logit_bias_and_allowed_token_ids_restrict_the_output(ids_llm: LLM) -> None:
     plain = greedy(ids_llm, line(6), max_tokens=10)
     banned = {plain[2]: -100.0}
     assert plain[2] not in greedy(ids_llm, line(6), max_tokens=10, logit_bias=banned)
@@ -474,7 +476,7 @@ def test_logit_bias_and_allowed_token_ids(ids_llm: LLM) -> None:
     assert set(done.outputs[0].token_ids) == {5}
 
 
-def test_nothing_left_to_choose_fails_one_request(ids_llm: LLM) -> None:
+def test_empty_token_mask_fails_only_its_request(ids_llm: LLM) -> None:
     """allowed_token_ids and min_tokens contradict each other."""
     wrong = SamplingParams(allowed_token_ids=[5], stop_token_ids=[5], min_tokens=2)
     good = SamplingParams(temperature=0, max_tokens=6)
@@ -485,8 +487,8 @@ def test_nothing_left_to_choose_fails_one_request(ids_llm: LLM) -> None:
     assert tokens(outputs)[1] == reference_tokens(checkpoint("llama"), line(7), 6)
 
 
-def test_bad_words(text_llm: LLM) -> None:
-    """The words that the model would write by itself, of one token and of several."""
+def test_bad_words_never_appear(text_llm: LLM) -> None:
+    """The banned words are ones that the model writes otherwise, of one token and of two."""
     params: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "allowed_token_ids": ASCII}
     plain = run(text_llm, "Hello", **params).outputs[0]
     one, two = TOK.decode(plain.token_ids[1:2]), TOK.decode(plain.token_ids[4:6])
@@ -498,7 +500,7 @@ def test_bad_words(text_llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2), 1))
-def test_penalties_against_a_plain_loop(depth: int) -> None:
+def test_penalties_match_a_reference_loop(depth: int) -> None:
     """Repetition counts prompt and output; presence and frequency the output alone."""
     cases = [(1.5, 0.0, 0.0), (1.0, 2.0, 0.0), (1.0, 0.0, 0.7), (1.3, 0.5, 0.4), (0.8, -1.0, -0.3)]
     folder, prompt = checkpoint("llama"), line(12)
@@ -517,7 +519,7 @@ def test_penalties_against_a_plain_loop(depth: int) -> None:
     plain = reference_tokens(folder, prompt, 12)
     for case, found in zip(cases, tokens(outputs), strict=True):
         assert found == penalised_tokens(folder, prompt, 12, *case)
-        assert found != plain, "this penalty changes nothing"
+        assert found != plain, "this penalty changed no token"
 
 
 def penalised_tokens(
@@ -534,7 +536,7 @@ def penalised_tokens(
     return output
 
 
-# ---- parameters that cannot be ---------------------------------------------------------------
+# ---- invalid parameters ----------------------------------------------------------------------
 
 WRONG: list[tuple[str, Any, str]] = [
     ("n", 0, "n must be an integer from 1"),
@@ -577,8 +579,10 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG)
-def test_wrong_parameters(text_llm: LLM, name: str, value: Any, message: str) -> None:
-    """Refused with the name, the value and the rule, before anything runs."""
+def test_invalid_parameters_are_rejected(
+    text_llm: LLM, name: str, value: Any, message: str
+) -> None:
+    """The error has the name, the value and the rule; no prompt of the batch runs."""
     with pytest.raises(RequestError, match=message):
         text_llm.generate(["Hello", "Hello"], [SamplingParams(), SamplingParams(**{name: value})])
     assert text_llm.engine.client.num_unfinished == 0

@@ -72,7 +72,7 @@ def flags_of(settings: dict[str, Any]) -> list[str]:
 def test_no_output_of_a_server_has_a_secret(tmp_path: Path, way: str) -> None:
     config = tmp_path / "config.yaml"
     settings = SETTINGS | {"record": str(tmp_path / "recording")}
-    if way == "ranks":  # of which the settings allow no store
+    if way == "ranks":  # with ranks, settings allow no store
         del settings["kv-store"], settings["kv-transfer-config"]
         settings["tensor-parallel-size"] = 2
     config.write_text(json.dumps(settings))
@@ -92,7 +92,7 @@ def test_no_output_of_a_server_has_a_secret(tmp_path: Path, way: str) -> None:
         assert 'kv_store="' in shown["/metrics"][1]
         assert ("127.0.0.1:9" in shown["/metrics"][1]) == (way != "ranks")
         assert [shown[name][0] for name in ("a wrong key", "an error")] == [401, 400]
-        # What a user writes into a command line is there for all to see; the start warns of it.
+        # Every user sees the secrets of a command line; the server warns of it when it starts.
         processes = [server.process.pid] * (way != "flags")
         processes += descendants_of(server.process.pid)
         assert len(processes) >= 3

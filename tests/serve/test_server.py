@@ -1,4 +1,4 @@
-"""`quire serve` through its real processes: what it answers, and how it ends.
+"""`quire serve` with its real processes: its answers, and how it ends.
 
 Covers `serve/processes/core_main.py`.
 """
@@ -24,18 +24,18 @@ CHAT = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Its processes are started as its user starts them."""
+    """Start the processes as a user does."""
     server = Server("--api-server-count", "2", "--max-num-seqs", "16", is_fork=False)
     yield server
     assert server.stop() == 0
     server._reader.join(10)
-    assert not [line for line in server.lines if "leaked" in line], "a process has left objects"
+    assert not [line for line in server.lines if "leaked" in line], "a process leaked objects"
     assert not [line for line in server.lines if "Warning" in line]
 
 
 @contextlib.contextmanager
 def started(*arguments: str, before: str = "", is_fork: bool = True) -> Iterator[Server]:
-    """A server of one test's own; nothing of it is left behind."""
+    """Yield a server for one test; none of its processes is left behind."""
     server = Server(*arguments, before=before, is_fork=is_fork)
     try:
         yield server
@@ -49,14 +49,14 @@ def client_of(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
 
 
-def nobody_runs(server: Server) -> bool:
+def is_idle(server: Server) -> bool:
     return server.metric("quire:num_requests_running") == 0
 
 
 # ---- answers -----------------------------------------------------------------------------------
 
 
-def test_chat_equals_the_offline_answer_streamed_or_not(server: Server) -> None:
+def test_chat_equals_the_offline_answer_streamed_or_whole(server: Server) -> None:
     with LLM("demo", disable_log_stats=True) as llm:
         [expected] = llm.chat(CHAT, SamplingParams(temperature=0.0, max_tokens=60), False)
     text = expected.outputs[0].text
@@ -72,7 +72,7 @@ def test_chat_equals_the_offline_answer_streamed_or_not(server: Server) -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
 
 
-def test_many_at_once_are_each_as_alone(server: Server) -> None:
+def test_concurrent_requests_match_single_ones(server: Server) -> None:
     client = client_of(server)
 
     def ask(i: int, into: dict[int, str]) -> None:
@@ -93,14 +93,14 @@ def test_many_at_once_are_each_as_alone(server: Server) -> None:
         assert alone[i] == together[i]
 
 
-def test_responses_are_found_whichever_process_keeps_them(server: Server) -> None:
-    """Each client has a connection of its own, which the kernel gives to one of the processes."""
-    kept = set()
+def test_stored_responses_are_found_from_every_process(server: Server) -> None:
+    """Each client opens a new connection, which the kernel gives to one of the processes."""
+    owners = set()
     for number in range(8):
         first = client_of(server).responses.create(
             model="demo", input=f"I am {number}.", max_output_tokens=4
         )
-        kept.add(process_of(first.id))
+        owners.add(process_of(first.id))
         assert client_of(server).responses.retrieve(first.id) == first
         *_, last = client_of(server).responses.create(
             model="demo", input="Who?", previous_response_id=first.id, stream=True
@@ -111,7 +111,7 @@ def test_responses_are_found_whichever_process_keeps_them(server: Server) -> Non
         client_of(server).responses.delete(first.id)
         with pytest.raises(openai.NotFoundError):
             client_of(server).responses.retrieve(first.id)
-    assert kept == {0, 1}
+    assert owners == {0, 1}
 
 
 def test_metrics_count_all_api_processes(server: Server) -> None:
@@ -123,19 +123,19 @@ def test_metrics_count_all_api_processes(server: Server) -> None:
     assert server.metric("quire:generation_tokens_total") == before + 30
 
 
-def test_a_client_that_leaves_frees_its_row_and_blocks(server: Server) -> None:
+def test_disconnect_frees_row_and_blocks(server: Server) -> None:
     aborted = 'quire:request_success_total{.*finished_reason="abort".*}'
     before = server.metric(aborted)
     streams = [Stream(server) for _ in range(8)]
     for stream in streams:
         stream.event()
         stream.close()
-    wait_until(lambda: nobody_runs(server), "all rows are free")
+    wait_until(lambda: is_idle(server), "all rows are free")
     assert server.metric("quire:kv_cache_usage_perc") == 0
     assert server.metric(aborted) > before
 
 
-def test_bad_input_is_refused_and_the_engine_goes_on(server: Server) -> None:
+def test_bad_input_is_rejected_and_the_engine_survives(server: Server) -> None:
     client = client_of(server)
     with pytest.raises(openai.BadRequestError, match="max_model_len|context|tokens"):
         client.completions.create(model="demo", prompt=[5] * 3000)
@@ -146,8 +146,7 @@ def test_bad_input_is_refused_and_the_engine_goes_on(server: Server) -> None:
     assert server.get("/health") == 200
 
 
-def test_only_the_supervisors_children_listen_and_only_where_told(server: Server) -> None:
-    """No port beyond the one that was asked for."""
+def test_server_listens_only_on_the_requested_port(server: Server) -> None:
     with open("/proc/net/tcp") as file:
         listening = {line.split()[9]: line.split()[1] for line in file if line.split()[3] == "0A"}
     from pathlib import Path
@@ -166,7 +165,7 @@ def test_only_the_supervisors_children_listen_and_only_where_told(server: Server
 # ---- ends --------------------------------------------------------------------------------------
 
 
-def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
+def test_sigterm_finishes_open_requests_and_rejects_new_ones() -> None:
     with started("--shutdown-timeout", "300") as server:
         stream = Stream(server, max_tokens=600)
         stream.event()
@@ -191,7 +190,7 @@ def test_without_a_drain_open_requests_end_with_an_error_event() -> None:
         assert server.process.wait(10) == 0
 
 
-def test_a_second_signal_ends_it_at_once() -> None:
+def test_second_signal_ends_the_server_immediately() -> None:
     with started() as server:
         stream = Stream(server)
         stream.event()
@@ -202,7 +201,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         stream.close()
 
 
-def test_a_killed_core_ends_streams_with_an_error_and_the_server_with_it() -> None:
+def test_killed_core_fails_streams_and_ends_the_server() -> None:
     with started() as server:
         stream = Stream(server)
         stream.event()
@@ -212,15 +211,15 @@ def test_a_killed_core_ends_streams_with_an_error_and_the_server_with_it() -> No
         wait_until(lambda: not any(map(is_running, server.children)), "all have ended", 2)
 
 
-def test_a_killed_core_is_started_anew_if_asked() -> None:
+def test_restart_engine_replaces_a_killed_core() -> None:
     with started("--restart-engine") as server:
         stream = Stream(server)
         stream.event()
         kill(server.core)
-        took_s = wait_until(lambda: server.get("/health") == 503, "/health says so")
+        took_s = wait_until(lambda: server.get("/health") == 503, "/health reports it")
         assert took_s < 2
         assert "error" in stream.rest()[-1]
-        wait_until(lambda: server.get("/health") == 200, "it is there again")
+        wait_until(lambda: server.get("/health") == 200, "the core is back")
         answer = client_of(server).completions.create(model="demo", prompt="Hi", max_tokens=3)
         assert answer.choices[0].finish_reason in ("length", "stop")
         assert server.process.poll() is None
@@ -237,17 +236,17 @@ def test_no_process_survives_the_supervisor() -> None:
 
 
 @pytest.mark.slow
-def test_a_stuck_core_is_noticed() -> None:
+def test_stuck_core_is_replaced() -> None:
     with started("--restart-engine") as server:
         stream = Stream(server)
         stream.event()
         kill(server.core, signal.SIGSTOP)
         server.wait_for_line("makes no progress")
         assert "error" in stream.rest()[-1]
-        wait_until(lambda: server.get("/health") == 200, "it was started anew")
+        wait_until(lambda: server.get("/health") == 200, "the core was restarted")
 
 
-def test_a_port_in_use_is_an_error_before_anything_is_loaded() -> None:
+def test_port_in_use_is_an_error_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", port]
@@ -257,7 +256,7 @@ def test_a_port_in_use_is_an_error_before_anything_is_loaded() -> None:
     assert "memory:" not in done.stderr
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
+def test_startup_error_of_the_core_ends_the_server() -> None:
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0"]
     command += ["--kv-cache-memory-bytes", "1000"]
     done = run_forked(command)

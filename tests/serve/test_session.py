@@ -1,5 +1,5 @@
-"""Sessions in Python: what comes out is what requests with the same tokens get, and nothing is
-tokenised or computed twice."""
+"""Sessions in Python give the outputs of requests with the same tokens. Nothing is tokenised or
+computed twice."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ def llm() -> Iterator[LLM]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(llm: LLM) -> Iterator[None]:
     yield
-    assert llm.engine.client.held() == [], "closed sessions hold nothing"
+    assert llm.engine.client.held() == [], "a closed session retains a request"
     view = llm.engine.client.core.view()
     assert view.num_free_blocks == view.num_blocks
 
@@ -31,8 +31,8 @@ def params(num: int = 12, seed: int = 1) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=num, ignore_eos=True)
 
 
-def anew(llm: LLM, token_ids: list[int], wanted: SamplingParams) -> list[int]:
-    """What a request with these tokens gets, computed from the first on."""
+def recomputed(llm: LLM, token_ids: list[int], wanted: SamplingParams) -> list[int]:
+    """Return the output for these tokens, computed without prefix hits."""
     prompt = {"prompt_token_ids": token_ids, "cache_salt": "of nobody else"}
     llm.reset_prefix_cache()
     [output] = llm.generate([prompt], wanted, use_tqdm=False)
@@ -43,29 +43,29 @@ def got(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 
 
-def test_a_session_goes_on_forks_and_goes_back(llm: LLM) -> None:
+def test_session_continues_forks_and_rewinds(llm: LLM) -> None:
     with llm.session() as story:
         first = got(story.append("Once upon a time there was a little fox.").generate(params()))
         start = llm.get_tokenizer().encode("Once upon a time there was a little fox.")
         assert story.token_ids == start + first
         before = story.token_ids
         output = story.append(" The bear").generate(params(seed=2))
-        assert output.num_cached_tokens == len(before) - 1, "nobody has computed the last one"
+        assert output.num_cached_tokens == len(before) - 1, "all but the last token are cached"
         with story.fork(len(before) - 3) as other:
             assert other.token_ids == before[:-3]
             output = other.generate(params(seed=3))
             assert output.num_cached_tokens == len(before) - 4
             branch = got(output)
-            story.close()  # whoever shares with it goes on
+            story.close()  # the fork that shares its blocks continues
             more = got(other.rewind(2).append([40, 41]).generate(params(seed=4)))
             assert other.token_ids == before[:-3] + branch[:-2] + [40, 41] + more
             whole = list(other.token_ids)
-    assert first == anew(llm, start, params())
-    assert branch == anew(llm, before[:-3], params(seed=3))
-    assert more == anew(llm, whole[: -len(more)], params(seed=4))
+    assert first == recomputed(llm, start, params())
+    assert branch == recomputed(llm, before[:-3], params(seed=3))
+    assert more == recomputed(llm, whole[: -len(more)], params(seed=4))
 
 
-def test_a_conversation_is_never_tokenised_twice(llm: LLM) -> None:
+def test_conversation_is_never_tokenised_twice(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=30)
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     with llm.session() as talk:
@@ -81,17 +81,17 @@ def test_a_conversation_is_never_tokenised_twice(llm: LLM) -> None:
         assert output.outputs[0].text == expected.outputs[0].text
 
 
-def test_what_the_engine_has_lost_is_computed_again(llm: LLM) -> None:
+def test_lost_blocks_of_a_session_are_recomputed(llm: LLM) -> None:
     with llm.session() as story:
         story.append("Once upon a time").generate(params())
         tokens = list(story.token_ids)
         for held in llm.engine.client.held():
             llm.engine.client.keep(held.id, 0.0)
         llm.reset_prefix_cache()
-        assert got(story.generate(params(seed=5))) == anew(llm, tokens, params(seed=5))
+        assert got(story.generate(params(seed=5))) == recomputed(llm, tokens, params(seed=5))
 
 
-def test_errors(llm: LLM) -> None:
+def test_invalid_calls_are_rejected(llm: LLM) -> None:
     with llm.session() as story:
         with pytest.raises(RequestError, match="no tokens yet"):
             story.generate()
@@ -108,7 +108,7 @@ def test_errors(llm: LLM) -> None:
             story.generate(params())
 
 
-def test_hooks_are_not_for_sessions() -> None:
+def test_sessions_with_hooks_are_rejected() -> None:
     class Nothing:
         def before_admission(self, request: object) -> None: ...
 
@@ -118,7 +118,7 @@ def test_hooks_are_not_for_sessions() -> None:
 
 
 @pytest.mark.slow
-def test_of_several_cores_a_session_stays_at_one(llm: LLM) -> None:
+def test_session_stays_on_one_core(llm: LLM) -> None:
     folder = str(checkpoint("llama"))
     settings = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "disable_log_stats": True}
     with LLM(folder, data_parallel_size=2, **settings) as made:  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""data_parallel_size: `quire serve`, `LLM` and `AsyncLLM` with two cores, as their users see them.
+"""data_parallel_size: `quire serve`, `LLM` and `AsyncLLM` with two cores.
 
 Covers `serve/processes/children.py` and `serve/processes/core_processes.py`.
 """
@@ -27,7 +27,7 @@ from tests.support.processes.servers import (
     wait_until,
 )
 
-# In 32 bits: without the C++ core sums follow the number of threads, which are fewer than of one.
+# float32: without the C++ core, sums depend on the number of threads, and two cores share them.
 SETTINGS: dict[str, Any] = {"dtype": "float32", "disable_log_stats": True}
 PROMPTS = [f"The number {i} is" for i in range(6)]
 PARAMS = [SamplingParams(temperature=0.8, seed=i, max_tokens=12) for i in range(6)]
@@ -36,7 +36,7 @@ STORY = "Once upon a time there was a little fox who lived in a deep forest with
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """What one core answers."""
+    """Return the answers of one core."""
     with LLM("demo", **SETTINGS) as llm:
         return [output.outputs[0].text for output in llm.generate(PROMPTS, PARAMS, False)]
 
@@ -58,7 +58,7 @@ def client_of(server: Server) -> openai.OpenAI:
 
 
 def cores_of(server: Server) -> list[int]:
-    """Process ids, in the order of the cores' numbers."""
+    """Return the process ids in the order of the cores' numbers."""
     found = {}
     for pid, command in children_of(server.process.pid).items():
         if "core_main" in command:
@@ -67,7 +67,7 @@ def cores_of(server: Server) -> list[int]:
 
 
 def samples(server: Server, name: str) -> dict[str, float]:
-    """The values of a metric by core."""
+    """Return the values of a metric by core."""
     with urllib.request.urlopen(server.url + "/metrics") as answer:
         text = answer.read().decode()
     assert text.count(f"# TYPE {name} ") == 1
@@ -78,7 +78,7 @@ def samples(server: Server, name: str) -> dict[str, float]:
 # ---- the server --------------------------------------------------------------------------------
 
 
-def test_answers_are_those_of_one_core_and_both_work(server: Server, expected: list[str]) -> None:
+def test_two_cores_share_requests_and_answer_like_one(server: Server, expected: list[str]) -> None:
     before = samples(server, "quire:prompt_tokens_total")
     for prompt, params, text in zip(PROMPTS, PARAMS, expected, strict=True):
         answer = client_of(server).completions.create(
@@ -90,7 +90,7 @@ def test_answers_are_those_of_one_core_and_both_work(server: Server, expected: l
     assert set(samples(server, "process_resident_memory_bytes")) == {"0", "1"}
 
 
-def test_a_conversation_stays_on_its_core(server: Server) -> None:
+def test_conversation_stays_on_its_core(server: Server) -> None:
     client, text, hits = client_of(server), STORY * 2, []
     for turn in range(3):
         answer = client.completions.create(
@@ -99,12 +99,12 @@ def test_a_conversation_stays_on_its_core(server: Server) -> None:
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
         hits.append(answer.usage.prompt_tokens_details.cached_tokens or 0)
         text += answer.choices[0].text + STORY
-        with urllib.request.urlopen(f"{server.url}/v1/requests/{answer.id}") as told:
-            assert json.load(told)["cached_tokens"] == hits[turn]
+        with urllib.request.urlopen(f"{server.url}/v1/requests/{answer.id}") as stats:
+            assert json.load(stats)["cached_tokens"] == hits[turn]
     assert 0 == hits[0] < hits[1] < hits[2]
 
 
-def test_a_core_may_be_asked_for(server: Server) -> None:
+def test_header_selects_the_core(server: Server) -> None:
     def ask(core: str) -> Any:
         return client_of(server).chat.completions.create(
             model="demo",
@@ -124,7 +124,7 @@ def test_a_core_may_be_asked_for(server: Server) -> None:
             ask(wrong)
 
 
-def test_a_prefix_is_pinned_on_both(server: Server) -> None:
+def test_prefix_is_pinned_on_both_cores(server: Server) -> None:
     def call(method: str, path: str, body: object = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
@@ -140,7 +140,7 @@ def test_a_prefix_is_pinned_on_both(server: Server) -> None:
     assert call("GET", "/v1/prefixes")["data"] == []
 
 
-def test_clients_that_leave_free_rows_on_both(server: Server) -> None:
+def test_disconnects_free_rows_on_both_cores(server: Server) -> None:
     streams = [Stream(server) for _ in range(4)]
     for stream in streams:
         stream.event()
@@ -151,13 +151,15 @@ def test_clients_that_leave_free_rows_on_both(server: Server) -> None:
     wait_until(lambda: set(samples(server, running).values()) == {0}, "all rows are free")
 
 
-def test_a_killed_core_is_started_anew_while_the_other_goes_on(server: Server) -> None:
+def test_killed_core_restarts_while_the_other_serves(server: Server) -> None:
     streams = [Stream(server, 700) for _ in range(2)]
     for stream in streams:
         stream.event()
     gone, stays = cores_of(server)
     kill(gone)
-    wait_until(lambda: set(samples(server, "quire:num_requests_running")) == {"1"}, "it has gone")
+    wait_until(
+        lambda: set(samples(server, "quire:num_requests_running")) == {"1"}, "the core is gone"
+    )
     assert server.get("/health") == 200
     for _ in range(2):
         answer = client_of(server).completions.create(model="demo", prompt="Hi", max_tokens=3)
@@ -174,7 +176,7 @@ def test_a_killed_core_is_started_anew_while_the_other_goes_on(server: Server) -
     assert samples(server, "quire:prompt_tokens_total")["0"] > 0
 
 
-def test_without_restart_engine_the_server_ends_with_a_core() -> None:
+def test_without_restart_engine_a_dead_core_ends_the_server() -> None:
     server = Server("-dp", "2", "--kv-cache-memory-bytes", "50000000")
     try:
         kill(cores_of(server)[1])
@@ -218,12 +220,12 @@ def test_llm_spreads_a_batch_and_answers_in_order(expected: list[str]) -> None:
     wait_until(lambda: not any(map(is_running, children)), "they have ended")
 
 
-def test_llm_raises_what_kept_a_core_from_starting() -> None:
+def test_llm_raises_the_startup_error_of_a_core() -> None:
     with pytest.raises(OutOfMemory, match="KV pool"):
         LLM("demo", data_parallel_size=2, kv_cache_memory_bytes=1000)
 
 
-def test_async_llm_goes_on_with_the_other_core(expected: list[str]) -> None:
+def test_async_llm_continues_with_the_surviving_core(expected: list[str]) -> None:
     async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams, core: Any = None) -> Any:
         outputs = llm.generate(prompt, params, data_parallel_rank=core)
         async with contextlib.aclosing(outputs):
@@ -259,7 +261,7 @@ def test_async_llm_goes_on_with_the_other_core(expected: list[str]) -> None:
 
 
 def children_of_this() -> list[int]:
-    """Process ids of this program's cores, in the order of their numbers."""
+    """Return the process ids of this program's cores, in the order of their numbers."""
     me = int(Path("/proc/self").readlink().name)
     found = [pair for pair in children_of(me).items() if "core_main" in pair[1]]
     return [pid for pid, _ in sorted(found, key=lambda pair: pair[1].partition("--core ")[2])]

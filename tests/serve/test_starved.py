@@ -1,6 +1,5 @@
-"""A server that gets little CPU, or stands still again and again: it is slow, and nothing of it is
-killed. Covers `engine/observability/starvation.py` and `engine/attachments/loading.py` from
-outside."""
+"""A server that gets little CPU or is stopped repeatedly: it is slow, but no process is killed.
+Covers `engine/observability/starvation.py` and `engine/attachments/loading.py` from outside."""
 
 import contextlib
 import json
@@ -25,7 +24,7 @@ from tests.support.serve.batch_files import request
 
 SHARE = 0.1  # of a core
 NUM_REQUESTS, NUM_EMBEDDINGS, NUM_AT_ONCE = 60, 6, 8
-VECTORS = "vectors"  # the name of the model that makes embeddings
+VECTORS = "vectors"  # name of the embedding model
 PERIOD_S = 0.1
 TOOL = {
     "name": "paint",
@@ -57,7 +56,7 @@ CHATS: list[dict[str, Any]] = [
 
 
 def bodies(num: int, num_embeddings: int = 0) -> list[tuple[str, dict[str, Any]]]:
-    """Requests of all kinds in turn, each with a prompt of its own; num counts embeddings too."""
+    """Return requests of all kinds in turn, with different prompts; num includes embeddings."""
     found: list[tuple[str, dict[str, Any]]] = []
     for number in range(num):
         kind = number % (len(KINDS) + len(CHATS))
@@ -76,7 +75,7 @@ def bodies(num: int, num_embeddings: int = 0) -> list[tuple[str, dict[str, Any]]
 
 
 def answer(server: Server, path: str, body: dict[str, Any]) -> Any:
-    """Return the choices or vectors, without what is random."""
+    """Return the choices or vectors without random ids."""
     status, data = post(server, path, json.dumps(body).encode())
     assert status == 200, data
     found = json.loads(data)
@@ -105,13 +104,13 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_pauses_of_the_core_cost_no_answer() -> None:
+def test_stopped_and_resumed_core_loses_no_answer() -> None:
     num = len(KINDS) + len(CHATS)
     with started() as server, ThreadPoolExecutor(num) as pool:
         pending = []
         for each in bodies(num):
             kill(server.core, signal.SIGSTOP)
-            wait_until(lambda: state_of(server.core) == "T", "it stands still")
+            wait_until(lambda: state_of(server.core) == "T", "the core is stopped")
             pending.append(pool.submit(answer, server, *each))
             kill(server.core, signal.SIGCONT)
         found = [each.result(WAIT_S) for each in pending]
@@ -120,8 +119,8 @@ def test_pauses_of_the_core_cost_no_answer() -> None:
         assert server.stop() == 0
 
 
-# Held where a real import takes its time: in the module, not in the search for it, which holds the
-# lock of all imports.
+# Waits where a real import takes its time: while the module runs, not while it is searched for,
+# which holds the lock of all imports.
 HOLD_TORCH = """
 import os, sys, time
 from importlib.machinery import PathFinder
@@ -149,10 +148,10 @@ if "HELD" in os.environ and "quire.serve.processes.core_main" in sys.orig_argv:
 
 
 @pytest.mark.slow
-def test_an_import_that_takes_longer_than_a_step_may_holds_up_no_plain_request(
+def test_slow_torch_import_does_not_delay_plain_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch comes after 15 s, which once was a core without progress."""
+    """Torch is imported after 15 s, longer than a core may go without progress."""
     with started() as server:
         wanted = answers(server, 3)
     held, asked = tmp_path / "held", tmp_path / "held.asked"
@@ -164,7 +163,7 @@ def test_an_import_that_takes_longer_than_a_step_may_holds_up_no_plain_request(
         assert not asked.exists(), "the second start needs no torch"
         plain, *others = bodies(3)
         pending = [pool.submit(answer, server, *each) for each in others]
-        wait_until(asked.exists, "torch is asked for")
+        wait_until(asked.exists, "torch is being imported")
         began = time.monotonic()
         while time.monotonic() - began < 15.0:
             assert answer(server, *plain) == wanted[0]
@@ -177,7 +176,7 @@ def test_an_import_that_takes_longer_than_a_step_may_holds_up_no_plain_request(
 
 @contextlib.contextmanager
 def restricted(pids: list[int]) -> Iterator[None]:
-    """Give processes SHARE of a core together: by the kernel, or by stopping them in turn."""
+    """Give processes SHARE of a core together, by a cgroup or by stopping them in turn."""
     group = cpu_group()
     if group is not None:
         for pid in pids:
@@ -209,7 +208,7 @@ def restricted(pids: list[int]) -> Iterator[None]:
 
 
 def is_emptied(group: Path) -> bool:
-    """Move all processes out, also those that were started there; whether there were none."""
+    """Move all processes out of the group; return whether there were none."""
     pids = (group / "cgroup.procs").read_text().split()
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended
@@ -218,7 +217,7 @@ def is_emptied(group: Path) -> bool:
 
 
 def cpu_group() -> Path | None:
-    """Make a control group with SHARE of a core; None where that is not allowed."""
+    """Make a control group with SHARE of a core; return None where that is not allowed."""
     quota_us, period_us = int(SHARE * PERIOD_S * 1e6), int(PERIOD_S * 1e6)
     settings = {
         Path("/sys/fs/cgroup"): {"cpu.max": f"{quota_us} {period_us}"},
@@ -230,7 +229,7 @@ def cpu_group() -> Path | None:
             group.mkdir()
             try:
                 for name, text in files.items():
-                    with (group / name).open("r+") as file:  # the kernel makes it, or nothing does
+                    with (group / name).open("r+") as file:  # only the kernel creates it
                         file.write(text)
                 return group
             except OSError:
@@ -240,7 +239,7 @@ def cpu_group() -> Path | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_group", [True, False], ids=["quota", "stopped in turn"])
-def test_a_tenth_of_a_core_is_enough_for_right_answers(
+def test_answers_stay_correct_with_a_tenth_of_a_core(
     has_group: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_group:

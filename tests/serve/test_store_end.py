@@ -1,4 +1,4 @@
-"""The end of processes whose store is slow: they wait for it as long as they say, and no more."""
+"""Shutdown with a slow store: processes wait for it as long as documented, and no longer."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ PROMPT = [5 + i for i in range(16 * NUM_BLOCKS)]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the store keeps its files; its package is installed."""
+    """Return the folder of the store's files; its package is installed."""
     site, kept = tmp_path / "site", tmp_path / "kept"
     for made in (site, kept):
         made.mkdir()
@@ -73,12 +73,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def num_kept(folder: Path) -> int:
-    assert (folder / "closed").exists(), "it was killed"
+    assert (folder / "closed").exists(), "the core was killed before it closed the store"
     return len(list(folder.iterdir())) - 1
 
 
-def test_a_server_keeps_what_is_cached_however_short_its_drain(folder: Path) -> None:
-    """It takes longer than other processes have for their end."""
+def test_server_stores_cached_blocks_even_with_a_short_drain(folder: Path) -> None:
+    """Storing takes longer than other processes may take to end."""
     shorter = (
         "from quire.serve import supervisor; from quire.serve.processes import launch;"
         " launch.END_S = supervisor.END_S = 2.0"
@@ -100,7 +100,9 @@ def test_a_server_keeps_what_is_cached_however_short_its_drain(folder: Path) -> 
     assert not any("does not stop" in line for line in server.lines)
 
 
-def test_a_core_of_a_program_keeps_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_core_of_asyncllm_stores_cached_blocks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launch, "END_S", 0.5)
     settings = {"kv_store": f"slow:{folder},0.04", "disable_log_stats": True}
 
@@ -124,11 +126,11 @@ while True:
 """
 
 
-def test_an_api_process_that_does_not_end_costs_the_core_none_of_its_time(
+def test_stuck_api_process_does_not_shorten_the_cores_shutdown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is killed when its time is over; only then the core is told to end, and has all of its
-    own, in which nobody looks whether it is stuck."""
+    """The API process is killed when its time is over. Only then is the core stopped: it has all of
+    its own time, without a check whether it is stuck."""
     for module in (launch, supervisor):
         monkeypatch.setattr(module, "END_S", 0.2)
     settings = config_from_flat(model="demo", kv_disk_dir="/nowhere")
@@ -159,10 +161,10 @@ def test_an_api_process_that_does_not_end_costs_the_core_none_of_its_time(
                 process.kill()
                 process.communicate()
     assert (api.returncode, core.returncode) == (-signal.SIGKILL, 7)
-    assert watcher._status == 1, "neither of them has ended well"
+    assert watcher._status == 1, "neither process ended cleanly"
 
 
-def test_only_a_core_with_stores_gets_that_time() -> None:
+def test_only_cores_with_stores_get_the_longer_shutdown() -> None:
     assert launch.core_end_s(config_from_flat(model="demo")) == launch.END_S
     with_stores = config_from_flat(model="demo", kv_disk_dir="/nowhere")
     assert launch.core_end_s(with_stores) == launch.END_S + KEEP_AT_END_S

@@ -1,4 +1,4 @@
-"""/v1/stream through the real processes: the answer, and what is left when a client goes."""
+"""/v1/stream through the real processes: its answers, and no leaks after a disconnect."""
 
 import json
 import signal
@@ -42,7 +42,7 @@ def text(line: ClientConnection) -> str:
     return found
 
 
-def test_the_same_text_as_a_completion(server: Server) -> None:
+def test_streamed_prompt_gives_the_text_of_a_completion(server: Server) -> None:
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     whole = client.completions.create(model="demo", prompt=STORY, temperature=0, max_tokens=40)
     with opened(server) as line:
@@ -61,10 +61,12 @@ def test_the_same_text_as_a_completion(server: Server) -> None:
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_client_that_leaves_frees_its_row_and_blocks(server: Server, is_last: bool) -> None:
+def test_disconnect_frees_row_and_blocks(server: Server, is_last: bool) -> None:
     with opened(server) as line:
         send(line, **START | {"max_tokens": 1900, "ignore_eos": True}, prompt=STORY, last=is_last)
-        wait_until(lambda: server.metric("quire:kv_cache_usage_perc") > 0, "it is computed")
+        wait_until(
+            lambda: server.metric("quire:kv_cache_usage_perc") > 0, "the prompt is being computed"
+        )
     wait_until(lambda: server.metric("quire:num_requests_running") == 0, "all rows are free")
     wait_until(lambda: server.metric("quire:kv_cache_usage_perc") == 0, "all blocks are free")
 

@@ -1,5 +1,5 @@
-"""Structured output through the whole engine: a model of random weights at temperature 1.5 obeys
-its grammar."""
+"""Structured output in the whole engine: a model of random weights at temperature 1.5 obeys its
+grammar."""
 
 import asyncio
 import json
@@ -32,8 +32,8 @@ def llm() -> Iterator[LLM]:
         yield shared
 
 
-def params(**form: Any) -> SamplingParams:
-    wanted = StructuredOutputsParams(**form)
+def params(**constraint: Any) -> SamplingParams:
+    wanted = StructuredOutputsParams(**constraint)
     return SamplingParams(temperature=1.5, max_tokens=100, seed=7, structured_outputs=wanted)
 
 
@@ -41,7 +41,7 @@ def scalars() -> st.SearchStrategy[dict[str, Any]]:
     return st.one_of(
         st.integers(-20, 20).map(lambda low: {"type": "integer", "minimum": low,
                                               "maximum": low + 30}),
-        st.integers(0, 4).map(lambda most: {"type": "string", "maxLength": most}),
+        st.integers(0, 4).map(lambda max_length: {"type": "string", "maxLength": max_length}),
         st.sampled_from(["[a-c]{2}", "^x[0-9]$", "(ab|cd)e?"]).map(
             lambda pattern: {"type": "string", "pattern": f"^({pattern.strip('^$')})$"}),
         st.lists(st.sampled_from(["a", "b c", 1, None, True, [1], {"k": 2}]), min_size=1,
@@ -52,7 +52,7 @@ def scalars() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
-    """Small ones, whose answers are short."""
+    """Return small schemas, whose answers are short."""
 
     def grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         names = st.lists(st.sampled_from(["a", "b", "c d", 'q"']), unique=True, max_size=3)
@@ -78,14 +78,16 @@ few = settings(max_examples=10, deadline=None, suppress_health_check=list(Health
 
 @few
 @given(schema=schemas(), seed=st.integers(0, 99))
-def test_every_answer_validates(llm: LLM, schema: dict[str, Any], seed: int) -> None:
+def test_every_answer_matches_its_schema(llm: LLM, schema: dict[str, Any], seed: int) -> None:
     assert_answers_validate(llm, schema, seed)
 
 
 @pytest.mark.slow
 @settings(few, max_examples=200)
 @given(schema=schemas(), seed=st.integers(0, 99))
-def test_every_answer_of_many_validates(llm: LLM, schema: dict[str, Any], seed: int) -> None:
+def test_every_answer_matches_its_schema_in_many_examples(
+    llm: LLM, schema: dict[str, Any], seed: int
+) -> None:
     assert_answers_validate(llm, schema, seed)
 
 
@@ -102,25 +104,25 @@ def assert_answers_validate(llm: LLM, schema: dict[str, Any], seed: int) -> None
     assert num_finished or len(output.outputs[0].token_ids) == 100
 
 
-def test_each_form(llm: LLM) -> None:
+def test_every_kind_of_constraint_is_obeyed(llm: LLM) -> None:
     tag = json.dumps({"type": "structural_tag", "format": {
         "type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[a-z]{3}"},
         "end": ">"}})  # fmt: skip
-    for form, pattern in (
+    for constraint, pattern in (
         ({"regex": "[0-9]{3}-[0-9]{2}"}, "[0-9]{3}-[0-9]{2}"),
         ({"choice": ["yes", "yes, please", "no"]}, "yes|yes, please|no"),
         ({"grammar": 'start: A ("," A)~1..2\nA: /[0-9]{1,2}/'}, r"\d{1,2}(,\d{1,2}){1,2}"),
         ({"grammar": 'root ::= "a" [b-d]{2,3} "."'}, r"a[b-d]{2,3}\."),
         ({"structural_tag": tag}, "<[a-z]{3}>"),
     ):  # fmt: skip
-        [output] = llm.generate(["Hi"], params(**form), use_tqdm=False)
+        [output] = llm.generate(["Hi"], params(**constraint), use_tqdm=False)
         assert output.outputs[0].finish_reason == "stop"
         assert re.fullmatch(pattern, output.outputs[0].text)
 
 
-def test_beams_streams_and_ends(llm: LLM) -> None:
-    form = StructuredOutputsParams(json=PERSON, disable_any_whitespace=True)
-    [found] = llm.beam_search(["Hi"], BeamSearchParams(3, 60, structured_outputs=form))
+def test_beams_and_streams_obey_constraints_and_end(llm: LLM) -> None:
+    constraint = StructuredOutputsParams(json=PERSON, disable_any_whitespace=True)
+    [found] = llm.beam_search(["Hi"], BeamSearchParams(3, 60, structured_outputs=constraint))
     assert len({beam.text for beam in found.sequences}) == 3
     for beam in found.sequences:
         jsonschema.validate(json.loads(beam.text), PERSON)
@@ -132,7 +134,7 @@ def test_beams_streams_and_ends(llm: LLM) -> None:
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_a_wrong_form_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_invalid_constraint_is_rejected_before_any_prompt_runs(llm: LLM) -> None:
     with pytest.raises(RequestError, match="unclosed") as raised:
         llm.generate(["Hi"], [params(regex="(")], use_tqdm=False)
     assert raised.value.field == "structured_outputs"
@@ -142,12 +144,12 @@ def test_a_wrong_form_is_refused_before_anything_runs(llm: LLM) -> None:
         textless.generate([[1, 2]], params(regex="a"), use_tqdm=False)
 
 
-def test_a_grammar_that_meets_a_limit_on_its_way_is_at_fault(llm: LLM) -> None:
-    """It is small, and each token more can be read in many more ways."""
+def test_grammar_that_exceeds_a_limit_fails_only_its_request(llm: LLM) -> None:
+    """The grammar is small, but each further token has many more parses."""
     ways = " | ".join(" ".join(["s"] * num) for num in range(2, 18))
-    forms = params(grammar=f'root ::= s\ns ::= {ways} | "a"'), params(regex="[a-c]{90}")
-    forms[0].ignore_eos = True
-    guilty, other = llm.generate(["Hi", "Hi"], list(forms), use_tqdm=False)
+    constraints = params(grammar=f'root ::= s\ns ::= {ways} | "a"'), params(regex="[a-c]{90}")
+    constraints[0].ignore_eos = True
+    guilty, other = llm.generate(["Hi", "Hi"], list(constraints), use_tqdm=False)
     [failed], [whole] = guilty.outputs, other.outputs
     assert failed.finish_reason == "error" and len(failed.token_ids) > 10
     assert failed.error is not None and failed.error.code == "grammar_failed"
@@ -155,7 +157,7 @@ def test_a_grammar_that_meets_a_limit_on_its_way_is_at_fault(llm: LLM) -> None:
     assert re.fullmatch("[a-c]{90}", whole.text)
 
 
-def test_async() -> None:
+def test_async_llm_obeys_constraints() -> None:
     async def go() -> None:
         async with await AsyncLLM.create(str(text_checkpoint()), **SETTINGS) as engine:
             async for output in engine.generate("Hi", params(json=PERSON)):

@@ -1,5 +1,5 @@
-"""The whole engine with models that transformers' own classes run: greedy tokens as transformers
-has them, over chunks, used blocks, prefix hits and preemption."""
+"""The whole engine with models that run on transformers' classes: greedy tokens match
+transformers with chunks, reused blocks, prefix hits and preemption."""
 
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @cache
 def checkpoint(model_type: str) -> Path:
-    """Without a tokenizer. No token ends a sequence."""
+    """Return a checkpoint without a tokenizer and without end tokens."""
     folder = fresh_directory()
     torch.manual_seed(0)
     fields = LLAMA_LIKE | FAMILIES[model_type] | NO_TOKENS
@@ -49,15 +49,15 @@ def checkpoint(model_type: str) -> Path:
         ("starcoder2", "swap"),
     ],
 )
-def test_tokens_are_those_of_transformers(model_type: str, mode: str) -> None:
+def test_tokens_match_transformers(model_type: str, mode: str) -> None:
     folder = checkpoint(model_type)
     groups = model_spec(folder).cache_groups
-    pool = 18 * sum(group.block_bytes(4, 8) for group in groups)  # so little that some give way
+    pool = 18 * sum(group.block_bytes(4, 8) for group in groups)  # so small that rows are preempted
     small = {"block_size": 4, "kv_cache_memory_bytes": pool, "preemption_mode": mode}
     for settings in ({"max_num_batched_tokens": 7}, small):
         with open_llm(folder, **settings) as llm:
             preempted = 0
-            for _ in range(2):  # the second time with prefix hits
+            for _ in range(2):  # the second run has prefix hits
                 outputs = llm.generate(prompts(), [greedy(count) for count in NUM_TOKENS])
                 assert tokens(outputs) == expected(folder, tokens(outputs))
                 preempted += sum(o.metrics.num_preemptions for o in outputs if o.metrics)
@@ -67,8 +67,8 @@ def test_tokens_are_those_of_transformers(model_type: str, mode: str) -> None:
             assert_idle(llm)
 
 
-def test_tokens_in_float32() -> None:
-    """Linear layers and attention are the C++ core's then."""
+def test_float32_tokens_match_transformers() -> None:
+    """The C++ core then computes linear layers and attention."""
     folder = checkpoint("stablelm")
     wanted = [reference_tokens(folder, *each) for each in zip(prompts(), NUM_TOKENS, strict=True)]
     with open_llm(folder, dtype="float32", attention_backend="auto") as llm:

@@ -1,4 +1,4 @@
-"""The ledger: whole lines in order, even if its file is renamed, removed or full."""
+"""The ledger of usage: whole lines in order, even if its file is renamed, removed or full."""
 
 import json
 import logging
@@ -22,9 +22,9 @@ def append(log: UsageLog, *values: int) -> None:
         log.append(b'{"n": %d}' % value)
 
 
-def test_a_renamed_file_is_left_and_a_new_one_begun(tmp_path: Path) -> None:
+def test_renamed_file_is_replaced_by_a_new_one(tmp_path: Path) -> None:
     path, old = tmp_path / "usage.jsonl", tmp_path / "usage.jsonl.1"
-    path.write_text('{"n": 0}\n')  # of an earlier server
+    path.write_text('{"n": 0}\n')  # from an earlier server
     log = UsageLog(path)
     append(log, 1, 2)
     wait_until(lambda: numbers(path) == [0, 1, 2])
@@ -56,7 +56,7 @@ def test_lines_of_several_writers_stay_whole(tmp_path: Path) -> None:
     assert first == sorted(first)
 
 
-def test_a_full_disk_holds_up_nobody_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_blocks_no_writer_and_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         log = UsageLog(Path("/dev/full"), max_lines=10)
         append(log, *range(50))
@@ -67,9 +67,7 @@ def test_a_full_disk_holds_up_nobody_and_is_told(caplog: pytest.LogCaptureFixtur
         os.fstat(log._fd)
 
 
-def test_a_line_that_was_torn_ends_before_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torn_line_ends_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write, calls = tmp_path / "usage.jsonl", os.write, list[int]()
 
     def short_once(fd: int, data: bytes) -> int:
@@ -87,7 +85,7 @@ def test_a_line_that_was_torn_ends_before_the_next(
     assert torn == '{"n"' and [json.loads(line)["n"] for line in whole] == [7, 8]
 
 
-def test_a_file_that_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+def test_unusable_file_is_rejected_by_name(tmp_path: Path) -> None:
     check_usage_log(None)
     with pytest.raises(ConfigError, match="usage_log='.*nowhere/usage' cannot be opened"):
         check_usage_log(str(tmp_path / "nowhere" / "usage"))

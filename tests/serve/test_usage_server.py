@@ -1,4 +1,4 @@
-"""Limits and usage of keys through the real processes of a server: two answer HTTP."""
+"""Limits and usage of API keys on a server with two API processes."""
 
 import json
 import signal
@@ -12,27 +12,27 @@ KEY = {"Authorization": "Bearer top-secret"}
 
 
 def ask(server: Server, method: str = "POST", path: str = "/v1/completions") -> tuple[int, str]:
-    """On a connection of its own, which either process may take."""
+    """Send a request on a new connection, which either process may accept."""
     connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request(method, path, BODY, KEY | {"Content-Type": "application/json"})
     answer = connection.getresponse()
-    told = answer.status, answer.read().decode()
+    found = answer.status, answer.read().decode()
     connection.close()
-    return told
+    return found
 
 
-def test_two_processes_have_one_limit_and_one_ledger(tmp_path: Path) -> None:
+def test_api_processes_share_limits_and_ledger(tmp_path: Path) -> None:
     path = tmp_path / "usage.jsonl"
     server = Server(
         "--api-key", "top-secret", "--requests-per-minute", "4", "--usage-log", str(path),
         "--api-server-count", "2", "--max-num-seqs", "8",
     )  # fmt: skip
     try:
-        told = [ask(server)[0] for _ in range(12)]
-        assert told == [200] * 4 + [429] * 8
+        found = [ask(server)[0] for _ in range(12)]
+        assert found == [200] * 4 + [429] * 8
         kill(server.api[0], signal.SIGKILL)
         server.wait_for_line("restarting it")
-        assert ask(server)[0] == 429  # what was taken is known to those that are left, and the next
+        assert ask(server)[0] == 429  # both the surviving and the new process know the usage
         metrics = ask(server, "GET", "/metrics")[1]
         counted = [line for line in metrics.splitlines() if line.startswith("quire:key_")]
         assert all('key="key 1"' in line for line in counted)

@@ -1,4 +1,4 @@
-"""vLLM's settings without a counterpart: what asks for nothing is taken out, others are refused."""
+"""vLLM's settings without a counterpart: neutral values are dropped, others are rejected."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from quire.serve.vllm_flags import FLAGS
 
 
 @pytest.mark.parametrize("name", VLLM_SETTINGS)
-def test_each_takes_its_harmless_values_alone(name: str) -> None:
+def test_only_harmless_values_are_accepted(name: str) -> None:
     harmless = VLLM_SETTINGS[name].harmless
     for value in (None, *(("anything",) if harmless is None else harmless)):
         assert ignore_vllm_setting(name, value) == VLLM_SETTINGS[name].reason
@@ -28,7 +28,7 @@ def test_each_takes_its_harmless_values_alone(name: str) -> None:
         assert str(raised.value).startswith(f"{name}={shown!r} is not supported: ")
 
 
-def test_fields_of_the_speculation_are_put_together() -> None:
+def test_speculation_settings_are_merged() -> None:
     settings: dict[str, Any] = {"spec_method": "ngram", "spec_tokens": 3, "spec_model": None}
     drop_vllm_settings(settings)
     assert settings == {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}
@@ -36,16 +36,16 @@ def test_fields_of_the_speculation_are_put_together() -> None:
         drop_vllm_settings({"spec_method": "ngram", "speculative_config": {"method": "ngram"}})
 
 
-def test_no_spelling_is_two_flags() -> None:
+def test_flags_have_unique_spellings_and_one_meaning() -> None:
     shorts = [short for each in FLAGS.values() for short in each.short]
     assert len(shorts) == len(set(shorts))
     for name, each in FLAGS.items():
         kinds = (each.is_same, bool(each.becomes), each.harmless is not None)
-        assert sum(kinds) <= 1, f"{name} is either ours, a part of ours, or of some values only"
+        assert sum(kinds) <= 1, f"{name} must be ours, a part of ours, or limited to some values"
         assert not (each.is_switch and each.several), name
 
 
-def test_settings_of_ours_stay() -> None:
+def test_quire_settings_are_kept() -> None:
     settings: dict[str, Any] = {"grpc": False, "seed": 7, "uvicorn_log_level": "info"}
     drop_vllm_settings(settings)
     assert settings == {"seed": 7}
@@ -53,7 +53,7 @@ def test_settings_of_ours_stay() -> None:
         drop_vllm_settings({"seed": 7, "grpc": True})
 
 
-def test_only_code_from_a_repository_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_trust_remote_code_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     drop_vllm_settings({"trust_remote_code": False, "swap_space": 4})
     assert not caplog.messages
     drop_vllm_settings({"trust_remote_code": True})

@@ -1,14 +1,14 @@
-"""The table of vLLM's cases in docs/results/vllm-cases.md is that of the cases as they are."""
+"""The table in docs/results/vllm-cases.md shows the current cases of vLLM's behaviour."""
 
 from tests.serve.vllm_cases.table import PAGE, page, topics_of_cases
 
 
-def test_the_page_has_the_cases_as_they_are() -> None:
+def test_page_is_up_to_date() -> None:
     text = PAGE.read_text("utf-8")
     assert page(text) == text, "run `make migrating`"
 
 
-def test_every_case_says_what_it_is_in_a_line() -> None:
+def test_every_case_has_a_one_line_description() -> None:
     topics = list(topics_of_cases())
     cases = [case for topic in topics for case in topic.cases]
     names = [(topic.title, case.what) for topic in topics for case in topic.cases]

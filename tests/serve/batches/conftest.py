@@ -1,4 +1,4 @@
-"""The API's engine and contexts, for batches too; what waits for others' news looks often."""
+"""The API's engine and contexts, also for batches; polling loops poll often."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Batches of a real server of two API processes, as openai's own client asks for them."""
+"""Batches of a real server with two API processes, through openai's own client."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ def client_of(server: Server) -> openai.OpenAI:
 
 
 def begin(client: openai.OpenAI, folder: Path, number: int) -> Any:
-    lines = [request(f"r{place}", f"{place} foxes") for place in range(number)]
+    lines = [request(f"r{index}", f"{index} foxes") for index in range(number)]
     for line in lines:
         line["body"] |= {"max_tokens": 32, "ignore_eos": True}
     with write(folder / "in.jsonl", lines).open("rb") as file:
@@ -38,21 +38,21 @@ def begin(client: openai.OpenAI, folder: Path, number: int) -> Any:
 
 
 def runner_of(folder: Path) -> int:
-    """The process that runs batches: it holds the lock."""
+    """Return the process that runs batches, which holds the lock."""
     inode = (folder / "kept" / "runner.lock").stat().st_ino
     for line in Path("/proc/locks").read_text().splitlines():
         if line.split()[1] == "FLOCK" and line.split()[5].endswith(f":{inode}"):
             return int(line.split()[4])
-    raise AssertionError("nobody runs batches")
+    raise AssertionError("no process runs batches")
 
 
 def num_written(folder: Path) -> int:
-    """Lines of batches that are not done."""
+    """Count the written lines of batches that are not done."""
     return sum(p.read_bytes().count(b"\n") for p in (folder / "kept").glob("*.output"))
 
 
 def check(client: openai.OpenAI, batch: Any, number: int) -> None:
-    """Each line was answered once, with what the engine says."""
+    """Check that each line was answered once, with the engine's text."""
     assert (batch.request_counts.completed, batch.request_counts.failed) == (number, 0)
     content = client.files.content(batch.output_file_id).text
     answers = {}
@@ -60,19 +60,19 @@ def check(client: openai.OpenAI, batch: Any, number: int) -> None:
         assert line["custom_id"] not in answers
         answers[line["custom_id"]] = line["response"]["body"]["choices"][0]["text"]
     assert len(answers) == number
-    for place in range(0, number, number // 3):
-        wanted = text_of(f"{place} foxes", max_tokens=32, ignore_eos=True)
-        assert answers[f"r{place}"] == wanted
+    for index in range(0, number, number // 3):
+        wanted = text_of(f"{index} foxes", max_tokens=32, ignore_eos=True)
+        assert answers[f"r{index}"] == wanted
 
 
-def test_a_batch_survives_the_process_that_runs_it(tmp_path: Path) -> None:
+def test_batch_survives_its_api_process(tmp_path: Path) -> None:
     server = start(tmp_path)
     try:
         client = client_of(server)
         batch = begin(client, tmp_path, 30)
         wait_until(lambda: num_written(tmp_path) >= 5)
-        told = [client.batches.retrieve(batch.id) for _ in range(4)]  # whichever process answers
-        assert {each.request_counts.total for each in told} == {30}
+        retrieved = [client.batches.retrieve(batch.id) for _ in range(4)]  # from either process
+        assert {each.request_counts.total for each in retrieved} == {30}
         pid = runner_of(tmp_path)
         assert pid in server.api
         kill(pid)
@@ -95,8 +95,8 @@ def test_a_batch_survives_the_process_that_runs_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_batch_survives_the_server(tmp_path: Path) -> None:
-    """Killed three times with all its processes, and told to end once."""
+def test_batch_survives_the_server(tmp_path: Path) -> None:
+    """The server is killed with all its processes three times, and stopped once."""
     number, batch = 600, None
     for sent in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
         server = start(tmp_path)

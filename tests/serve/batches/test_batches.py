@@ -1,4 +1,4 @@
-"""/v1/batches: from a file to its outputs, and every way to end before
+"""/v1/batches: from an input file to its outputs, and every way to end early
 (`serve/batches/batch_job.py`, `serve/batches/batches_routes.py`)."""
 
 import asyncio
@@ -27,10 +27,12 @@ from tests.support.serve.direct_engine import text_of
 
 
 def requests(number: int) -> list[dict[str, Any]]:
-    return [request(f"r{place}", f"{place} foxes") for place in range(number)]
+    return [request(f"r{index}", f"{index} foxes") for index in range(number)]
 
 
-def test_a_batch_becomes_two_files(make_context: MakeContext, tmp_path: Path) -> None:
+def test_completed_batch_has_output_and_error_files(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
     lines = requests(6)
     lines[4]["body"]["temperature"] = -1
     with serving(make_context, tmp_path) as server:
@@ -59,7 +61,7 @@ def test_a_batch_becomes_two_files(make_context: MakeContext, tmp_path: Path) ->
         conflict = server.post(f"/v1/batches/{made['id']}/cancel", status=409)
         assert conflict["error"]["code"] == "batch_is_done"
     assert {r.priority for r in server.context.client.requests} == {LOW_PRIORITY}
-    assert not list(tmp_path.glob("batch_*.[ofc]*"))  # nothing but what it is
+    assert not list(tmp_path.glob("batch_*.[ofc]*"))  # only the batch's record is left
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_a_batch_becomes_two_files(make_context: MakeContext, tmp_path: Path) ->
         ((json.dumps(request("a")) + "\n") * 2, [("duplicate_custom_id", 2)]),
     ],
 )
-def test_a_file_with_wrong_lines_fails_as_a_whole(
+def test_invalid_input_lines_fail_the_whole_batch(
     make_context: MakeContext, tmp_path: Path, lines: str, faults: list[tuple[str, int]]
 ) -> None:
     with serving(make_context, tmp_path) as server:
@@ -102,7 +104,7 @@ def test_a_file_with_wrong_lines_fails_as_a_whole(
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, None),
     ],
 )
-def test_a_wrong_batch_is_refused(
+def test_invalid_batch_is_rejected(
     make_context: MakeContext, tmp_path: Path, changes: dict[str, Any], param: str | None
 ) -> None:
     with serving(make_context, tmp_path) as server:
@@ -116,7 +118,7 @@ def test_a_wrong_batch_is_refused(
 
 
 def begun(server: KeptServer, number: int, num_done: int) -> Any:
-    """A batch that stands still when so many lines are done, or some more."""
+    """Begin a batch that pauses once num_done lines, or a few more, are done."""
     server.context.client.hold(4 * num_done)
     made = server.begin(requests(number), output_expires_after=None)
     output = server.kept.records.directory.path(made["id"], batch_store.OUTPUT)
@@ -124,7 +126,7 @@ def begun(server: KeptServer, number: int, num_done: int) -> Any:
     return made
 
 
-def test_a_batch_can_be_cancelled(
+def test_cancelled_batch_keeps_finished_lines(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look, found = BatchJob._check_end, list[str | None]()
@@ -137,10 +139,10 @@ def test_a_batch_can_be_cancelled(
     with serving(make_context, tmp_path) as server:
         made = begun(server, 30, num_done=2)
         server.delete(f"/v1/files/{made['input_file_id']}", status=409)
-        asked = server.post(f"/v1/batches/{made['id']}/cancel")
-        assert asked["status"] == "cancelling" and asked["cancelling_at"]
+        reply = server.post(f"/v1/batches/{made['id']}/cancel")
+        assert reply["status"] == "cancelling" and reply["cancelling_at"]
         assert server.get(f"/v1/batches/{made['id']}")["status"] == "cancelling"
-        wait_until(lambda: "cancelled" in found, "the batch begins no more lines")
+        wait_until(lambda: "cancelled" in found, "the batch starts no more lines")
         server.context.client.release()
         done = server.wait_for(made["id"], "cancelled", "completed")
         assert done["status"] == "cancelled" and done["cancelled_at"] >= done["cancelling_at"]
@@ -152,7 +154,7 @@ def test_a_batch_can_be_cancelled(
         }  # fmt: skip
 
 
-def test_a_batch_expires(make_context: MakeContext, tmp_path: Path) -> None:
+def test_expired_batch_runs_no_lines(make_context: MakeContext, tmp_path: Path) -> None:
     with serving(make_context, tmp_path) as server:
         file_id = server.upload(b"".join(json.dumps(r).encode() + b"\n" for r in requests(3)))["id"]
         record = record_of(file_id, expires_at=1)
@@ -176,7 +178,7 @@ def record_of(file_id: str, **changes: Any) -> BatchRecord:
     return BatchRecord(**known | changes)
 
 
-def test_the_next_server_goes_on(make_context: MakeContext, tmp_path: Path) -> None:
+def test_next_server_resumes_a_batch(make_context: MakeContext, tmp_path: Path) -> None:
     with serving(make_context, tmp_path) as server:
         made = begun(server, 24, num_done=3)
     num_first = len(server.context.client.requests)
@@ -192,14 +194,16 @@ def test_the_next_server_goes_on(make_context: MakeContext, tmp_path: Path) -> N
     assert num_first < 24 and len(second.context.client.requests) == 24 - left.count(b"\n")
 
 
-def test_one_process_of_several_runs_batches(make_context: MakeContext, tmp_path: Path) -> None:
+def test_one_server_runs_batches_until_another_takes_over(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
     with serving(make_context, tmp_path) as second:
         with serving(make_context, tmp_path) as first:
             made = begun(first, 20, num_done=1)
             second.client.portal.call(second.kept.start, second.client.app)
             assert second.get(f"/v1/batches/{made['id']}")["status"] == "in_progress"
             assert second.get("/v1/batches")["data"][0]["request_counts"]["total"] == 20
-            other = second.begin(requests(2))  # the first one will run it
+            other = second.begin(requests(2))  # the first server will run it
             in_second = len(second.context.client.requests)
             second.post(f"/v1/batches/{other['id']}/cancel")
             first.context.client.release()
@@ -209,7 +213,7 @@ def test_one_process_of_several_runs_batches(make_context: MakeContext, tmp_path
         assert second.wait_for(third["id"], "completed")["request_counts"]["completed"] == 2
 
 
-def test_a_batch_is_its_keys(make_context: MakeContext, tmp_path: Path) -> None:
+def test_batch_belongs_to_its_api_key(make_context: MakeContext, tmp_path: Path) -> None:
     with serving(make_context, tmp_path, api_key=("one", "two")) as server:
         server.key = "two"
         made = server.begin(requests(2))
@@ -228,7 +232,9 @@ def test_a_batch_is_its_keys(make_context: MakeContext, tmp_path: Path) -> None:
         assert found is not None and found.faults[0].code == "key_removed"
 
 
-def test_live_requests_find_rows(make_context: MakeContext, tmp_path: Path) -> None:
+def test_batch_leaves_half_of_the_rows_to_live_requests(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
     with serving(make_context, tmp_path) as server:
         rows = server.context.client.ready.max_num_seqs
         server.context.client.hold()
@@ -242,10 +248,10 @@ def test_live_requests_find_rows(make_context: MakeContext, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("num_turns", range(6))
-def test_a_stop_is_heard_whenever_it_comes(
+def test_stop_ends_the_runner_at_any_await(
     make_context: MakeContext, tmp_path: Path, num_turns: int
 ) -> None:
-    """Also just when there is news."""
+    """Also just after a wake-up."""
 
     async def run() -> None:
         context = make_context(files_dir=str(tmp_path))
@@ -254,7 +260,7 @@ def test_a_stop_is_heard_whenever_it_comes(
         kept.start(create_app(context, kept))
         while not (tmp_path / "runner.lock").exists():
             await asyncio.sleep(0)
-        await asyncio.sleep(0.005)  # it looks around, and waits
+        await asyncio.sleep(0.005)  # the runner looks for batches, and waits
         kept.wake()
         for _ in range(num_turns):
             await asyncio.sleep(0)
@@ -264,10 +270,10 @@ def test_a_stop_is_heard_whenever_it_comes(
     asyncio.run(run())
 
 
-def test_a_stop_ends_the_validation_of_a_batch_quietly(
+def test_stop_during_validation_reports_no_error(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when the file turns out to be wrong after the stop: the next server says so."""
+    """The file turns out to be invalid after the stop; the next server reports that."""
     reading, may_end = threading.Event(), threading.Event()
 
     def read(self: BatchJob) -> None:
@@ -296,29 +302,29 @@ def test_a_stop_ends_the_validation_of_a_batch_quietly(
         return found
 
     found = asyncio.run(run())
-    gc.collect()  # which tells of errors that nobody took
+    gc.collect()  # reports exceptions that were never retrieved
     assert reported == []
     assert found.status == "validating", "the next server validates it again"
 
 
-def test_a_stop_does_not_wait_for_the_rest_of_a_file(
+def test_stop_does_not_wait_for_the_rest_of_a_file(
     make_context: MakeContext, tmp_path: Path
 ) -> None:
     context = make_context(files_dir=str(tmp_path))
     kept = open_batches(context.config)
     assert kept is not None
     looks = iter([False, False, True])
-    place = BatchResources(
+    resources = BatchResources(
         create_app(context, kept), kept.files, kept.records, Slots(1), lambda: next(looks)
     )
     record = record_of("file-" + "0" * 32)
     lines = "".join(json.dumps(each) + "\n" for each in requests(9))
     kept.files.directory.path(record.input_file_id, ".data").write_text(lines)
-    asyncio.run(BatchJob(record, place).run())
+    asyncio.run(BatchJob(record, resources).run())
     assert list(looks) == [] and record.status == "validating" and not record.faults
 
 
-def test_lines_wait_for_an_engine_that_is_started_anew(
+def test_lines_wait_for_an_engine_restart(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(line_runner, "FIRST_PAUSE_S", 0.001)
@@ -334,8 +340,9 @@ def test_lines_wait_for_an_engine_that_is_started_anew(
         assert done["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
-def test_batches_take_turns(make_context: MakeContext, tmp_path: Path) -> None:
-    """A short one that comes later does not wait for the end of a long one."""
+def test_short_batch_does_not_wait_for_a_long_one(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
     with serving(make_context, tmp_path) as server:
         client = server.context.client
         client.hold(2)
@@ -345,11 +352,13 @@ def test_batches_take_turns(make_context: MakeContext, tmp_path: Path) -> None:
         for batch in batches:
             server.wait_for(batch["id"], "completed")
     owl = server.context.renderer.render("Owl").token_ids
-    places = [n for n, r in enumerate(client.requests) if r.prompt_token_ids == owl]
-    assert len(places) == 3 and max(places) < 25 and len(client.requests) == 63
+    positions = [n for n, r in enumerate(client.requests) if r.prompt_token_ids == owl]
+    assert len(positions) == 3 and max(positions) < 25 and len(client.requests) == 63
 
 
-def test_without_room_what_is_done_is_kept(make_context: MakeContext, tmp_path: Path) -> None:
+def test_full_directory_fails_the_batch_but_keeps_finished_lines(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
     with serving(make_context, tmp_path, files_gb=1e-4) as server:
         made = begun(server, 30, num_done=2)
         (tmp_path / "large").write_bytes(b"x" * 100_000)
@@ -359,9 +368,7 @@ def test_without_room_what_is_done_is_kept(make_context: MakeContext, tmp_path: 
         assert 2 <= len(server.lines(done["output_file_id"])) < 30
 
 
-def test_an_end_that_was_interrupted_is_made_again(
-    make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_interrupted_finalization_is_repeated(make_context: MakeContext, tmp_path: Path) -> None:
     directory = FilesDirectory(tmp_path, 1)
     records, found = BatchStore(directory), []
     for is_moved in (False, True):
@@ -379,7 +386,9 @@ def test_an_end_that_was_interrupted_is_made_again(
             assert server.lines(done["output_file_id"]) == [{"a": 1}]
 
 
-def test_the_oldest_batch_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_finished_batch_is_deleted_for_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_store, "MAX_BATCHES", 3)
     records = BatchStore(FilesDirectory(tmp_path, 1))
     made = [record_of("file", status=s) for s in ("in_progress", "completed", "failed")]

@@ -1,4 +1,4 @@
-"""/v1/files: what comes in, whose it is, how much there may be; also the form it comes in
+"""/v1/files: contents, owners and limits of files, and the form of an upload
 (`serve/batches/upload_form.py`, `serve/batches/files_routes.py`)."""
 
 import os
@@ -20,7 +20,7 @@ BOUNDARY = "quire-boundary"
 
 
 def form(*parts: tuple[str, bytes], end: bytes = b"--\r\n") -> bytes:
-    """A form as a client writes it: (head, content) of each part."""
+    """Return a form as a client writes it. parts: (head, content) of each."""
     begin = f"--{BOUNDARY}\r\nContent-Disposition: form-data; ".encode()
     body = b"".join(begin + head.encode() + b"\r\n\r\n" + data + b"\r\n" for head, data in parts)
     return body + f"--{BOUNDARY}".encode() + end
@@ -30,7 +30,7 @@ PURPOSE = ('name="purpose"', b"batch")
 FILE = ('name="file"; filename="in.jsonl"', b"{}\n")
 
 
-def test_a_file_is_kept_as_it_came(make_context: MakeContext, tmp_path: Path) -> None:
+def test_file_is_stored_unchanged_and_listed(make_context: MakeContext, tmp_path: Path) -> None:
     content = os.urandom(3 << 20) + b"\r\n--quire-boundar\r\n--\r\n" * 9 + b"\r"
     with serving(make_context, tmp_path / "kept") as server:
         made = server.upload(content)
@@ -75,7 +75,7 @@ def test_a_file_is_kept_as_it_came(make_context: MakeContext, tmp_path: Path) ->
         ),
     ],
 )
-def test_a_wrong_form_is_told_what_is_wrong(
+def test_invalid_form_is_rejected_with_its_field(
     make_context: MakeContext, tmp_path: Path, parts: tuple[tuple[str, bytes], ...], param: str
 ) -> None:
     with serving(make_context, tmp_path) as server:
@@ -86,7 +86,7 @@ def test_a_wrong_form_is_told_what_is_wrong(
     assert [path.name for path in tmp_path.iterdir()] == ["room.lock"]
 
 
-def test_a_form_may_come_in_any_pieces(make_context: MakeContext, tmp_path: Path) -> None:
+def test_form_may_arrive_in_any_pieces(make_context: MakeContext, tmp_path: Path) -> None:
     content = b"\r\n--quire-boundary-\r\n\n--" * 3
     body = form(PURPOSE, (FILE[0], content))
     head = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
@@ -108,7 +108,7 @@ def test_a_form_may_come_in_any_pieces(make_context: MakeContext, tmp_path: Path
         (b"", f"multipart/form-data; boundary={BOUNDARY}", 400),
     ],
 )
-def test_what_is_no_form_is_refused(
+def test_body_that_is_no_form_is_rejected(
     make_context: MakeContext, tmp_path: Path, body: bytes, kind: str, status: int
 ) -> None:
     with serving(make_context, tmp_path) as server:
@@ -117,9 +117,7 @@ def test_what_is_no_form_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["room.lock"]
 
 
-def test_files_may_be_larger_than_bodies_and_only_they(
-    make_context: MakeContext, tmp_path: Path
-) -> None:
+def test_only_files_may_exceed_the_body_limit(make_context: MakeContext, tmp_path: Path) -> None:
     with serving(make_context, tmp_path, max_body_bytes=1024, files_gb=1e-4) as server:
         made = server.upload(b"x" * 60_000)
         refused = server.upload(b"y" * 60_000, status=413)
@@ -131,7 +129,7 @@ def test_files_may_be_larger_than_bodies_and_only_they(
         server.upload(b"y" * 60_000)
 
 
-def test_without_a_directory_the_flag_is_named(make_context: MakeContext) -> None:
+def test_error_without_files_dir_names_the_flag(make_context: MakeContext) -> None:
     with TestClient(create_app(make_context())) as client:
         for method, path in (
             ("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/v1/files/file-1"),
@@ -145,7 +143,7 @@ def test_without_a_directory_the_flag_is_named(make_context: MakeContext) -> Non
         assert client.post("/v1/batches", json=body).json()["error"]["code"] == "no_files_dir"
 
 
-def test_a_key_sees_its_own_files(make_context: MakeContext, tmp_path: Path) -> None:
+def test_key_sees_only_its_own_files(make_context: MakeContext, tmp_path: Path) -> None:
     with serving(make_context, tmp_path, api_key=("one", "two")) as server:
         mine = server.upload(b"{}")
         server.key = "two"
@@ -163,7 +161,7 @@ def test_a_key_sees_its_own_files(make_context: MakeContext, tmp_path: Path) -> 
     assert b"one" not in b"".join(p.read_bytes() for p in tmp_path.glob("*.json"))
 
 
-def test_names_are_no_paths(make_context: MakeContext, tmp_path: Path) -> None:
+def test_file_ids_cannot_name_other_paths(make_context: MakeContext, tmp_path: Path) -> None:
     (tmp_path / "secret.json").write_text("{}")
     with serving(make_context, tmp_path / "kept") as server:
         for name in ("..%2Fsecret", "%2e%2e", "file-..", "file-" + "g" * 32, "room.lock"):
@@ -171,7 +169,7 @@ def test_names_are_no_paths(make_context: MakeContext, tmp_path: Path) -> None:
             server.get(f"/v1/files/{name}/content", status=404)
 
 
-def test_a_file_expires(
+def test_expired_file_is_deleted(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expires = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
@@ -185,7 +183,7 @@ def test_a_file_expires(
     assert not list(tmp_path.glob("file-*"))
 
 
-def test_there_is_an_end_to_the_number_of_files(
+def test_number_of_files_is_limited(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quire.serve.batches import file_store
@@ -200,7 +198,7 @@ def test_there_is_an_end_to_the_number_of_files(
         server.upload(b"{}")
 
 
-def test_uploads_under_way_hold_their_room(tmp_path: Path) -> None:
+def test_uploads_in_progress_reserve_their_space(tmp_path: Path) -> None:
     kept = FilesDirectory(tmp_path, 10e6 / 1e9)
     one, two = Upload(kept), Upload(kept)
     one.write(b"x" * 3_000_000)
@@ -218,7 +216,7 @@ def test_uploads_under_way_hold_their_room(tmp_path: Path) -> None:
     assert kept.used_bytes() < 9_001_000
 
 
-def test_what_killed_processes_left_is_swept(
+def test_files_of_killed_processes_are_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = FilesDirectory(tmp_path, 1)
@@ -226,14 +224,14 @@ def test_what_killed_processes_left_is_swept(
     (tmp_path / "file-old.part").write_bytes(b"x")
     (tmp_path / "young.tmp").write_bytes(b"x")
     kept.sweep()
-    assert len(list(tmp_path.iterdir())) == 4  # all are young
+    assert len(list(tmp_path.iterdir())) == 4  # none is old enough
     monkeypatch.setattr(directory, "ABANDONED_S", -1.0)
     kept.sweep()
     assert {path.name for path in tmp_path.iterdir()} == {"room.lock", f"{alive.id}.part"}
     alive.close()
 
 
-def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_unusable_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="files_dir="):
         FilesDirectory(tmp_path / "file", 1)

@@ -1,4 +1,4 @@
-"""Files and batches on a disk that is full, or that lost a part of a file
+"""Files and batches on a disk that is full, or with files that are damaged
 (`serve/batches/directory.py`, `serve/batches/batches.py`)."""
 
 import errno
@@ -21,7 +21,7 @@ DAMAGED = [b"", b'{"id":"file-', b"\xff\xfe", b"[" * 100_000, b'{"id": 3}']
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_damaged_record_costs_that_record_alone(
+def test_damaged_record_affects_no_other_record(
     make_context: MakeContext,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -46,11 +46,10 @@ def test_a_damaged_record_costs_that_record_alone(
         assert server.wait_for(later["id"], "completed", "failed")["status"] == "completed"
 
 
-def test_a_disk_that_is_full_for_a_while_ends_no_batch(
+def test_temporarily_full_disk_ends_no_batch(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first bytes are written, as full disks do; lists go on, and so does the batch in the
-    end."""
+    """A full disk writes the first bytes of a file. Lists still work, and the batch ends later."""
     monkeypatch.setattr(batches, "AGAIN_S", 0.0)
     with serving(make_context, tmp_path) as server:
         made = server.begin([request("r0", "a fox")])
@@ -83,7 +82,7 @@ def test_a_disk_that_is_full_for_a_while_ends_no_batch(
         assert server.wait_for(last["id"], "completed", "failed")["status"] == "completed"
 
 
-def test_the_runner_outlives_what_nobody_expected(
+def test_runner_survives_unexpected_errors(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unfinished, failures = BatchStore.unfinished, []
@@ -102,7 +101,7 @@ def test_the_runner_outlives_what_nobody_expected(
 
 
 @pytest.mark.parametrize("when", ["before it is opened", "after"])
-def test_a_file_is_deleted_while_it_is_sent(
+def test_file_deleted_while_it_is_sent_is_complete_or_missing(
     make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     with serving(make_context, tmp_path) as server:
@@ -131,7 +130,7 @@ def test_a_file_is_deleted_while_it_is_sent(
         assert answer.status_code == 404 and "GET /v1/files lists them" in answer.text
 
 
-def test_a_shortage_of_descriptors_is_no_damage(
+def test_descriptor_shortage_is_not_reported_as_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = FilesDirectory(tmp_path, 1.0)
@@ -148,7 +147,7 @@ def test_a_shortage_of_descriptors_is_no_damage(
     assert directory.read(path, int) == 7 and "damaged" not in caplog.text
 
 
-def test_a_part_of_a_file_can_be_asked_for(make_context: MakeContext, tmp_path: Path) -> None:
+def test_range_of_a_file_can_be_requested(make_context: MakeContext, tmp_path: Path) -> None:
     with serving(make_context, tmp_path) as server:
         made = server.upload(b"0123456789")
         path = f"/v1/files/{made['id']}/content"

@@ -1,4 +1,4 @@
-"""An input file by its lines: what is found in it, and the order in which lines are run."""
+"""An input file by its lines: their contents and errors, and the order in which they run."""
 
 import random
 from array import array
@@ -13,14 +13,14 @@ from tests.support.serve.batch_files import index_of, request, write
 URLS = ("/v1/completions", "/v1/chat/completions")
 
 
-def test_lines_are_found_with_their_numbers(tmp_path: Path) -> None:
+def test_lines_are_found_with_their_line_numbers(tmp_path: Path) -> None:
     path = write(tmp_path / "in", [request("a"), "", "  ", request("b"), "no json"])
-    path.write_text(path.read_text().removesuffix("\n"))  # the last line may have no end
+    path.write_text(path.read_text().removesuffix("\n"))  # the last line may lack a newline
     index = index_of(path)
     assert len(index) == 3
     lines = path.read_bytes().splitlines()
-    for place, number in enumerate((1, 4, 5)):
-        data, found = index.data(place)
+    for position, number in enumerate((1, 4, 5)):
+        data, found = index.data(position)
         assert data.strip() == lines[number - 1]
         assert found == id_of(lines[number - 1], number, "demo")
     assert index.parse(1, index.data(1)[0], URLS).custom_id == "b"
@@ -28,15 +28,15 @@ def test_lines_are_found_with_their_numbers(tmp_path: Path) -> None:
     assert (problem.number, problem.error.code) == (5, "invalid_json_line")
 
 
-def test_an_empty_file_has_no_lines(tmp_path: Path) -> None:
+def test_empty_file_has_no_lines(tmp_path: Path) -> None:
     index = index_of(write(tmp_path / "in", []))
     assert len(index) == 0 and index.order.tolist() == []
     assert index.positions_of(array("Q", [7])).tolist() == [-1]
 
 
-def test_lines_that_begin_alike_follow_each_other(tmp_path: Path) -> None:
-    """Against the definition: no line stands between two that have a longer beginning in common
-    than both have with it, as far as cuts at powers of two can tell."""
+def test_lines_with_a_shared_beginning_are_adjacent(tmp_path: Path) -> None:
+    """By definition, no line is between two lines that share a longer beginning than both share
+    with it. Beginnings are cut at powers of two."""
     rng = random.Random(5)
     systems = ["".join(rng.choices("ab ", k=length)) for length in (64, 200, 700, 3000)]
     prompts = []
@@ -48,7 +48,7 @@ def test_lines_that_begin_alike_follow_each_other(tmp_path: Path) -> None:
     assert sorted(order) == list(range(60))
 
     def common(a: str, b: str) -> int:
-        """The longest cut up to which both are equal."""
+        """Return the longest cut up to which both are equal."""
         return max((64 << i for i in range(11) if a[: 64 << i] == b[: 64 << i]), default=0)
 
     for x in range(60):
@@ -63,13 +63,13 @@ def test_lines_with_nothing_in_common_keep_their_order(tmp_path: Path) -> None:
     assert index_of(path).order.tolist() == list(range(50))
 
 
-def test_endpoints_do_not_mix(tmp_path: Path) -> None:
+def test_lines_are_grouped_by_endpoint(tmp_path: Path) -> None:
     urls = ["/v1/completions", "/tokenize"]
     path = write(tmp_path / "in", [request(str(i), "Same", urls[i % 2]) for i in range(6)])
     assert index_of(path).order.tolist() == [0, 2, 4, 1, 3, 5]
 
 
-def test_a_custom_id_may_stand_once(tmp_path: Path) -> None:
+def test_duplicate_custom_id_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "in", [request("a"), request("b"), request("a", "other"), "x", "x"])
     index = index_of(path, urls=URLS)
     assert index.num_problems == 3
@@ -81,23 +81,23 @@ def test_a_custom_id_may_stand_once(tmp_path: Path) -> None:
         index.parse(2, index.data(2)[0], URLS)
 
 
-def test_a_line_that_is_too_long_is_not_held(tmp_path: Path) -> None:
+def test_overlong_line_is_not_read_whole(tmp_path: Path) -> None:
     path = write(tmp_path / "in", [request("a", "x" * 5000), request("b"), request("c", "y" * 600)])
     index = index_of(path, max_line_bytes=500)
-    assert [len(index.data(place)[0]) for place in (0, 2)] == [501, 501]
+    assert [len(index.data(position)[0]) for position in (0, 2)] == [501, 501]
     assert index.size(1) < 500
     assert [p.error.code for p in index.problems] == ["line_too_long"] * 2
     assert index.parse(1, index.data(1)[0], URLS).custom_id == "b"
 
 
-def test_more_lines_than_may_be_are_refused(tmp_path: Path) -> None:
+def test_too_many_lines_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "in", [request(str(i)) for i in range(4)])
     assert len(index_of(path, max_lines=4)) == 4
     with pytest.raises(RequestError, match="more than 3 lines"):
         index_of(path, max_lines=3)
 
 
-def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
+def test_changed_file_is_detected(tmp_path: Path) -> None:
     path = write(tmp_path / "in", [request("a"), request("b")])
     index = index_of(path)
     write(path, [request("a"), request("c")])
@@ -109,6 +109,6 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
 def test_lines_are_found_by_their_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "in", [request(str(i)) for i in range(30)])
     index = index_of(path)
-    halves = [int.from_bytes(index.data(place)[1][:8], "big") for place in range(30)]
+    halves = [int.from_bytes(index.data(position)[1][:8], "big") for position in range(30)]
     wanted = array("Q", [halves[7], 12345, halves[29], halves[0]])
     assert index.positions_of(wanted).tolist() == [7, -1, 29, 0]

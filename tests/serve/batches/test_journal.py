@@ -1,4 +1,4 @@
-"""The output as its own journal: what a killed process leaves, and what is no journal."""
+"""The output as its own journal: recovery after a kill, and files that are no journal."""
 
 import errno
 from contextlib import closing
@@ -26,13 +26,13 @@ def index(tmp_path: Path) -> InputIndex:
     return index_of(write(tmp_path / "in", [request(name) for name in "abcd"]))
 
 
-def answered(index: InputIndex, place: int, status: int = 200) -> OutputLine:
+def answered(index: InputIndex, position: int, status: int = 200) -> OutputLine:
     response = Response(status, "req-1", msgspec.Raw(BODY))
-    return OutputLine(shown_id(index.data(place)[1]), "a", response, None)
+    return OutputLine(shown_id(index.data(position)[1]), "a", response, None)
 
 
-def failed(index: InputIndex, place: int) -> OutputLine:
-    return OutputLine(shown_id(index.data(place)[1]), None, None, Failure("code", "why"))
+def failed(index: InputIndex, position: int) -> OutputLine:
+    return OutputLine(shown_id(index.data(position)[1]), None, None, Failure("code", "why"))
 
 
 def resumed(path: Path, index: InputIndex) -> set[int]:
@@ -40,7 +40,7 @@ def resumed(path: Path, index: InputIndex) -> set[int]:
         return journal.resume(index, Tally())
 
 
-def test_what_was_written_is_done(tmp_path: Path, index: InputIndex) -> None:
+def test_written_lines_count_as_done(tmp_path: Path, index: InputIndex) -> None:
     journal = Journal(tmp_path / "out")
     assert journal.resume(index, Tally()) == set()
     for line in (answered(index, 2), failed(index, 0), answered(index, 3, 400)):
@@ -54,7 +54,7 @@ def test_what_was_written_is_done(tmp_path: Path, index: InputIndex) -> None:
     assert tally.usage()["input_tokens_details"] == {"cached_tokens": 4}
 
 
-def test_a_torn_line_is_cut_wherever_it_is_torn(tmp_path: Path, index: InputIndex) -> None:
+def test_torn_line_of_any_length_is_cut(tmp_path: Path, index: InputIndex) -> None:
     path = tmp_path / "out"
     first, second = answered(index, 0).encode(), failed(index, 1).encode()
     for length in range(len(second)):
@@ -69,7 +69,9 @@ def test_a_torn_line_is_cut_wherever_it_is_torn(tmp_path: Path, index: InputInde
 @pytest.mark.parametrize(
     "content", [b"my notes", b"my notes\n", b"{}\n", b'{"id":"other"}\n', b"\0"]
 )
-def test_other_files_stay_as_they_are(tmp_path: Path, index: InputIndex, content: bytes) -> None:
+def test_other_files_are_rejected_and_left_unchanged(
+    tmp_path: Path, index: InputIndex, content: bytes
+) -> None:
     path = tmp_path / "out"
     for before in (b"", answered(index, 0).encode()):
         path.write_bytes(before + content)
@@ -78,7 +80,7 @@ def test_other_files_stay_as_they_are(tmp_path: Path, index: InputIndex, content
         assert path.read_bytes() == before + content
 
 
-def test_answers_of_another_input_or_model_are_refused(tmp_path: Path, index: InputIndex) -> None:
+def test_answers_of_another_input_or_model_are_rejected(tmp_path: Path, index: InputIndex) -> None:
     path = tmp_path / "out"
     path.write_bytes(answered(index, 0).encode() + answered(index, 1).encode())
     before = path.read_bytes()
@@ -97,21 +99,21 @@ def test_answers_of_another_input_or_model_are_refused(tmp_path: Path, index: In
         {"input_tokens": 5, "output_tokens": 3, "cache_read_input_tokens": 4},
     ],
 )
-def test_usage_is_counted_under_every_endpoints_names(usage: dict[str, object]) -> None:
+def test_usage_is_counted_in_every_endpoints_format(usage: dict[str, object]) -> None:
     body = msgspec.Raw(msgspec.json.encode({"usage": usage}))
     tally = Tally()
     tally.add(OutputLine("", "a", Response(200, "r", body), None))
     assert (tally.num_prompt_tokens, tally.num_cached_tokens, tally.num_output_tokens) == (9, 4, 3)
 
 
-def test_an_input_may_grow(tmp_path: Path, index: InputIndex) -> None:
+def test_input_may_grow_between_runs(tmp_path: Path, index: InputIndex) -> None:
     path = tmp_path / "out"
     path.write_bytes(answered(index, 1).encode())
     longer = index_of(write(tmp_path / "in", [request(name) for name in "abcdefg"]))
     assert Journal(path).resume(longer, Tally()) == {1}
 
 
-def test_one_process_writes(tmp_path: Path) -> None:
+def test_only_one_process_may_write(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "out")
     with pytest.raises(ConfigError, match="written by another process"):
         Journal(tmp_path / "out")
@@ -119,7 +121,7 @@ def test_one_process_writes(tmp_path: Path) -> None:
     Journal(tmp_path / "out").close()
 
 
-def test_what_failed_may_go_elsewhere(tmp_path: Path, index: InputIndex) -> None:
+def test_failed_lines_may_go_to_another_file(tmp_path: Path, index: InputIndex) -> None:
     journal = Journal(tmp_path / "out", tmp_path / "failed")
     for line in (answered(index, 0), failed(index, 1), answered(index, 2, 400)):
         journal.append(line)
@@ -129,7 +131,7 @@ def test_what_failed_may_go_elsewhere(tmp_path: Path, index: InputIndex) -> None
     assert Journal(tmp_path / "out", tmp_path / "failed").resume(index, Tally()) == {0, 1, 2}
 
 
-def test_a_line_is_there_wholly_or_not_at_all(
+def test_partly_written_line_is_removed(
     tmp_path: Path, index: InputIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os
@@ -154,10 +156,10 @@ def test_a_line_is_there_wholly_or_not_at_all(
     assert (tmp_path / "out").read_bytes().count(b"\n") == 2
 
 
-def test_a_disk_that_does_not_take_lines_is_asked_again(
+def test_failed_sync_is_retried(
     tmp_path: Path, index: InputIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sync that failed is owed; `close` gives up the files' locks all the same."""
+    """`close` releases the files' locks even if the sync fails again."""
     journal, num_synced = Journal(tmp_path / "out", tmp_path / "failed"), 0
 
     def sync(fd: int) -> None:
@@ -176,6 +178,6 @@ def test_a_disk_that_does_not_take_lines_is_asked_again(
             assert num_synced == number
         with pytest.raises(OSError, match="Input/output"):
             journal.close()
-    again = Journal(tmp_path / "out", tmp_path / "failed")  # nobody holds the locks
+    again = Journal(tmp_path / "out", tmp_path / "failed")  # the locks are free
     assert again.resume(index, Tally()) == {0, 2}
     again.close()

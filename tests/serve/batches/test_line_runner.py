@@ -1,4 +1,4 @@
-"""Lines through the app: what is written, what is asked again, how many are open."""
+"""Lines of a batch through the app: their outputs, their retries, and how many are open."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tests.support.serve.batch_files import index_of, read, request, write
 
 
 class Scripted:
-    """Stands in for an app: answers when it is let, and counts."""
+    """Stands in for an app: replies once `go` is set, and counts open requests."""
 
     urls = frozenset({"/v1/completions"})
 
@@ -50,10 +50,10 @@ def make_runner(tmp_path: Path, lines: list[Any], **options: Any) -> LineRunner:
     return LineRunner(index, Journal(tmp_path / "out"), LineOptions(**options))
 
 
-def test_answers_are_those_of_the_server(tmp_path: Path, make_context: MakeContext) -> None:
+def test_answers_equal_those_of_the_server(tmp_path: Path, make_context: MakeContext) -> None:
     lines = [request(str(i), f"Fox {i % 2}") for i in range(5)]
     lines[3]["body"]["max_tokens"] = -1
-    lines[2]["body"]["mirostat"] = 2  # of another engine
+    lines[2]["body"]["mirostat"] = 2  # a field of another engine
     app = create_app(make_context())
     with TestClient(app) as client:
         wanted = [client.post(line["url"], json=line["body"]) for line in lines]
@@ -74,7 +74,7 @@ def test_answers_are_those_of_the_server(tmp_path: Path, make_context: MakeConte
             assert response["body"]["choices"] == answer.json()["choices"]
 
 
-def test_all_urls_of_batches_take_json(make_context: MakeContext) -> None:
+def test_batch_urls_take_json_and_exclude_operator_routes(make_context: MakeContext) -> None:
     client = TestClient(create_app(make_context()))
     refused = {path: client.post(path, json=[]) for path in BATCH_URLS}
     assert {path for path, reply in refused.items() if reply.status_code != 400} == set()
@@ -82,7 +82,7 @@ def test_all_urls_of_batches_take_json(make_context: MakeContext) -> None:
     assert not [path for path in BATCH_URLS if path.startswith(for_operators)]
 
 
-def test_requests_bring_a_key(tmp_path: Path, make_context: MakeContext) -> None:
+def test_batch_requests_carry_an_api_key(tmp_path: Path, make_context: MakeContext) -> None:
     app: FastAPI = create_app(make_context(api_key=("secret",)))
     body = json.dumps({"prompt": "Hello"}).encode()
 
@@ -92,7 +92,7 @@ def test_requests_bring_a_key(tmp_path: Path, make_context: MakeContext) -> None
     assert [asyncio.run(ask(key)) for key in ("secret", "other", None)] == [200, 401, 401]
 
 
-def test_as_many_are_open_as_there_are_slots(tmp_path: Path) -> None:
+def test_as_many_lines_are_open_as_there_are_slots(tmp_path: Path) -> None:
     lines = [request(str(i)) for i in range(9)]
     lines[4]["body"]["n"] = 3
     runner = make_runner(tmp_path, lines, priority=77)
@@ -116,7 +116,7 @@ def test_as_many_are_open_as_there_are_slots(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [(503, "engine_busy"), (429, "rate_limit_exceeded")])
-def test_a_busy_server_is_asked_again(
+def test_lines_are_retried_on_a_busy_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str
 ) -> None:
     monkeypatch.setattr(line_runner, "FIRST_PAUSE_S", 0.001)
@@ -133,7 +133,7 @@ def test_a_busy_server_is_asked_again(
     assert [line["response"]["status_code"] for line in read(tmp_path / "out")] == [200, 200]
 
 
-def test_nothing_is_written_of_an_engine_that_died(tmp_path: Path) -> None:
+def test_replies_of_a_dead_engine_are_not_written(tmp_path: Path) -> None:
     dead = Reply(503, "r", b'{"error": {"code": "engine_dead"}}')
     runner = make_runner(tmp_path, [request(str(i)) for i in range(5)], ends_with_engine=True)
 
@@ -147,7 +147,7 @@ def test_nothing_is_written_of_an_engine_that_died(tmp_path: Path) -> None:
     assert len(read(tmp_path / "out")) == runner.tally.num_done == 1
 
 
-def test_a_stop_lets_open_lines_end(tmp_path: Path) -> None:
+def test_stop_finishes_open_lines(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, [request(str(i)) for i in range(9)])
 
     async def run() -> None:
@@ -171,13 +171,13 @@ def test_a_stop_lets_open_lines_end(tmp_path: Path) -> None:
 
 
 def make_runner_again(tmp_path: Path) -> LineRunner:
-    """As a second process would; the first one's journal is closed with it."""
+    """Open the journal like a second process; the first one's journal is closed with it."""
     (tmp_path / "out").rename(tmp_path / "old")
     (tmp_path / "out").write_bytes((tmp_path / "old").read_bytes())
     return LineRunner(index_of(tmp_path / "in"), Journal(tmp_path / "out"))
 
 
-def test_cancelling_leaves_what_is_done(tmp_path: Path) -> None:
+def test_cancelling_closes_open_lines_and_writes_none(tmp_path: Path) -> None:
     runner = make_runner(tmp_path, [request(str(i)) for i in range(9)])
 
     async def run() -> Scripted:
@@ -193,7 +193,7 @@ def test_cancelling_leaves_what_is_done(tmp_path: Path) -> None:
     assert read(tmp_path / "out") == []
 
 
-def test_slots_are_given_in_turn() -> None:
+def test_slots_are_granted_in_order() -> None:
     async def run() -> list[str]:
         slots, got = Slots(4), list[str]()
 
@@ -204,7 +204,7 @@ def test_slots_are_given_in_turn() -> None:
         await take("a", 3)
         tasks = [asyncio.create_task(take(*each)) for each in (("b", 2), ("c", 1), ("d", 9))]
         await asyncio.sleep(0)
-        assert got == ["a3"]  # c would fit, but b came first
+        assert got == ["a3"]  # c would fit, but b waits ahead of it
         slots.give(3)
         await asyncio.sleep(0)
         assert got == ["a3", "b2", "c1"]

@@ -1,4 +1,4 @@
-"""Lines of batches: what is read of one, and what is refused."""
+"""Lines of batches: their fields, and lines that are rejected."""
 
 import json
 from typing import Any
@@ -48,13 +48,13 @@ def parsed(**changes: Any) -> Any:
         ),
     ],
 )
-def test_what_is_wrong_has_a_code(line: bytes, code: str) -> None:
+def test_invalid_line_has_an_error_code(line: bytes, code: str) -> None:
     with pytest.raises(LineError) as error:
         parse_line(line, URLS)
     assert error.value.code == code
 
 
-def test_a_stream_has_no_place_in_a_file() -> None:
+def test_streaming_line_is_rejected() -> None:
     with pytest.raises(LineError, match="stream must be false"):
         parsed(body={"stream": True})
     assert parsed(body={"stream": False}).fields == {"stream": False}
@@ -63,7 +63,7 @@ def test_a_stream_has_no_place_in_a_file() -> None:
 @pytest.mark.parametrize(
     "body", ["{}", " { } ", '{"prompt": "{"}', '{"priority": -3, "a": {}}', '{"a": [1, 2.50]}']
 )
-def test_a_priority_replaces_that_of_the_body(body: str) -> None:
+def test_priority_replaces_that_of_the_body(body: str) -> None:
     text = f'{{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {body}}}'
     line = parse_line(text.encode(), URLS)
     assert line.body_of(None) == body.strip().encode()
@@ -83,11 +83,11 @@ def test_a_priority_replaces_that_of_the_body(body: str) -> None:
         ({"n": -4}, 1),
     ],
 )
-def test_sequences_that_a_line_runs(fields: dict[str, Any], number: int) -> None:
+def test_line_counts_its_sequences(fields: dict[str, Any], number: int) -> None:
     assert parsed(body=fields).num_sequences == number
 
 
-def test_a_prompt_begins_with_what_its_template_begins_with() -> None:
+def test_beginning_of_a_chat_has_salt_tools_and_messages_in_order() -> None:
     system = {"role": "system", "content": "You are a fox."}
     tools = [{"type": "function", "function": {"name": "f"}}]
 
@@ -105,18 +105,18 @@ def test_a_prompt_begins_with_what_its_template_begins_with() -> None:
     assert len(begin(messages=[{"role": "user", "content": "x" * 100_000}])) == 1 << 16
 
 
-def test_a_beginning_of_a_prompt_is_its_text_or_its_tokens() -> None:
+def test_beginning_of_a_prompt_is_its_text_or_token_ids() -> None:
     assert beginning_of(parsed(body={"prompt": "The sea"})) == b"The sea"
     assert beginning_of(parsed(body={"prompt": [1, 2]})) == b"[1,2]"
 
 
-def test_an_id_is_of_the_line_its_place_and_the_model() -> None:
+def test_id_depends_on_content_line_number_and_model() -> None:
     found = {id_of(b"a", 1, "m"), id_of(b"a", 2, "m"), id_of(b"b", 1, "m"), id_of(b"a", 1, "n")}
     assert len(found) == 4
     assert id_of(b"a", 1, "m") == id_of(b"a\r\n", 1, "m")
 
 
-def test_a_custom_id_is_found_also_in_a_line_that_is_wrong() -> None:
+def test_custom_id_is_found_in_invalid_lines() -> None:
     assert custom_id_of(b'{"custom_id": "a", "method": 3}') == "a"
     assert custom_id_of(b'{"custom_id": 3}') is None
     assert custom_id_of(b"no json") is None

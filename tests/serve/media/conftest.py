@@ -18,15 +18,15 @@ hang = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves what the path asks for."""
+    """Serves the response that the path names."""
 
     def do_GET(self) -> None:
-        places = {"/same": "/file", "/other": "https://evil.com/x", "/loop": "/loop",
+        redirects = {"/same": "/file", "/other": "https://evil.com/x", "/loop": "/loop",
                   "/plain": "http://example.org/x", "/inside": "https://127.0.0.1/x",
                   "/broken": "https://[::1/x"}  # fmt: skip
-        if self.path in places:
+        if self.path in redirects:
             self.send_response(302)
-            self.send_header("Location", places[self.path])
+            self.send_header("Location", redirects[self.path])
             self.end_headers()
         elif self.path in ("/file", "/%C3%BC%20x?y=%2F"):
             self.send_response(200)
@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Write a key and a certificate."""
+    """Write a key and a certificate; return their paths."""
     key, certificate = folder / "key.pem", folder / "cert.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
     names = ["-subj", "/CN=example.org", "-addext", "subjectAltName=DNS:example.org"]
@@ -69,7 +69,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 def tls_files(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Downloads]:
-    """Yield downloads from a server here, whose address counts as public."""
+    """Yield downloads from a local server, whose address counts as public."""
     key, public = certificate
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

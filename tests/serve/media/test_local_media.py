@@ -1,4 +1,4 @@
-"""Media that a Python program puts into its prompts, in all forms that vLLM takes."""
+"""Media in the prompts of a Python program, in all forms that vLLM accepts."""
 
 import asyncio
 import base64
@@ -61,17 +61,21 @@ PARTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_of_messages(local: LocalMedia, renderer: Renderer, part: dict[str, Any]) -> None:
+def test_image_parts_of_messages_become_media(
+    local: LocalMedia, renderer: Renderer, part: dict[str, Any]
+) -> None:
     messages = [{"role": "user", "content": [text_part("look"), part]},
                 {"role": "assistant", "content": "yes"}]  # fmt: skip
     for prompt, media in (local.take(messages), asyncio.run(local.take_async(messages))):
         assert media == [expected(renderer)]
         assert prompt == [{"role": "user", "content": [text_part("look"), IMAGE_PART]}, messages[1]]
         assert renderer.render(prompt, media=media).media
-    assert messages[0]["content"][1] is part  # the caller's messages stay
+    assert messages[0]["content"][1] is part  # the caller's messages are unchanged
 
 
-def test_files_by_path_and_by_url(local: LocalMedia, renderer: Renderer, tmp_path: Path) -> None:
+def test_files_are_read_by_path_and_by_url(
+    local: LocalMedia, renderer: Renderer, tmp_path: Path
+) -> None:
     for name in (str(tmp_path / "a b.png"), (tmp_path / "a b.png").as_uri()):
         _, media = local.take([{"role": "user", "content": [{"type": "image", "image": name}]}])
         assert media == [expected(renderer)]
@@ -81,7 +85,9 @@ def test_files_by_path_and_by_url(local: LocalMedia, renderer: Renderer, tmp_pat
     "data",
     [{"image": PICTURE}, {"image": [PIXELS]}, {"image": PIXELS, "video": None}],
 )
-def test_data_of_prompts(local: LocalMedia, renderer: Renderer, data: dict[str, Any]) -> None:
+def test_multi_modal_data_of_prompts_becomes_media(
+    local: LocalMedia, renderer: Renderer, data: dict[str, Any]
+) -> None:
     for given in ({"prompt": "a <|image_pad|>"}, {"prompt_token_ids": [1, 2]}):
         prompt = {**given, "cache_salt": "s", "multi_modal_data": data}
         assert local.take(prompt) == ({**given, "cache_salt": "s"}, [expected(renderer)])
@@ -92,13 +98,13 @@ def test_data_of_prompts(local: LocalMedia, renderer: Renderer, data: dict[str, 
     [FRAMES, [FRAMES], list(FRAMES), [picture(40, 30, seed) for seed in range(4)],
      (FRAMES, {"fps": 24.0, "frames_indices": [0, 1, 2, 3], "total_num_frames": 4})],
 )  # fmt: skip
-def test_videos(local: LocalMedia, frames: Any) -> None:
+def test_all_video_forms_give_the_same_media(local: LocalMedia, frames: Any) -> None:
     _, [video] = local.take({"prompt": "", "multi_modal_data": {"video": frames}})
     _, [same] = local.take({"prompt": "", "multi_modal_data": {"video": FRAMES}})
     assert video == same and video.items[0].grid[0] == 2
 
 
-def test_texts_are_left_alone(local: LocalMedia) -> None:
+def test_text_prompts_are_returned_unchanged(local: LocalMedia) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": [text_part("a")]}]
     for prompt in ("hi", [1, 2], {"prompt": "hi"}, messages):
         assert local.take(prompt) == (prompt, [])
@@ -123,18 +129,18 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("data", "message"), WRONG)
-def test_what_cannot_be_used_is_refused(local: LocalMedia, data: Any, message: str) -> None:
+def test_invalid_media_are_rejected(local: LocalMedia, data: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         local.take({"prompt": "x", "multi_modal_data": data})
 
 
-def test_a_picture_whose_file_ends_early_is_refused(local: LocalMedia) -> None:
+def test_truncated_image_file_is_rejected(local: LocalMedia) -> None:
     broken = Image.open(io.BytesIO(FILE[: len(FILE) // 2]))
     with pytest.raises(RequestError, match=r"image\[0\]: the picture cannot be read"):
         local.take({"prompt": "x", "multi_modal_data": {"image": broken}})
 
 
-def test_files_need_permission(renderer: Renderer, tmp_path: Path) -> None:
+def test_local_files_need_an_allowed_folder(renderer: Renderer, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(FILE)
     part = {"type": "image", "image": str(tmp_path / "a.png")}
     with pytest.raises(RequestError, match=r"messages\[0\].content\[0\]: file: URLs are not"):
@@ -143,7 +149,7 @@ def test_files_need_permission(renderer: Renderer, tmp_path: Path) -> None:
         LocalMedia(renderer).take([{"role": "user", "content": [{"type": "image"}]}])
 
 
-def test_models_without_a_tower_take_none(renderer: Renderer) -> None:
+def test_models_without_vision_tower_reject_images(renderer: Renderer) -> None:
     local = LocalMedia(Renderer(renderer.tokenizer))
     for prompt in (
         {"prompt": "x", "multi_modal_data": {"image": PICTURE}},

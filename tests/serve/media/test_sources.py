@@ -1,4 +1,4 @@
-"""Where media may come from: what is refused, and what is read."""
+"""Sources of media: rejected URLs, files and downloads, and contents that are read."""
 
 import base64
 import os
@@ -22,30 +22,30 @@ from tests.serve.media.conftest import CONTENT, make_certificate, tls_files
      "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1",
      "64:ff9b::a9fe:a9fe", "192.0.2.1", "198.18.0.1", "2001:db8::1"],
 )  # fmt: skip
-def test_addresses_that_are_not_public(address: str) -> None:
+def test_private_and_special_addresses_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 
 @pytest.mark.parametrize(
     "address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
 )
-def test_public_addresses(address: str) -> None:
+def test_public_addresses_are_recognised(address: str) -> None:
     assert is_public(address)
 
 
-def test_one_private_address_of_several_is_enough_to_refuse() -> None:
+def test_host_with_one_private_address_is_rejected() -> None:
     lookups = Lookups(lambda host, port: ["8.8.8.8", "10.0.0.1"])
     with pytest.raises(RequestError, match="10.0.0.1, which is not public"):
         public_address("example.org", 443, 9.0, lookups)
 
 
 @pytest.mark.parametrize("host", ["a..images.net", f"{'x' * 64}.images.net"])
-def test_a_host_that_is_no_name_in_dns(host: str) -> None:
+def test_invalid_host_name_cannot_be_resolved(host: str) -> None:
     with pytest.raises(RequestError, match="cannot be resolved"):
         Downloads((".images.net",)).get(f"https://{host}/a.png")
 
 
-def test_the_time_of_looking_up_a_host_counts() -> None:
+def test_slow_host_lookups_time_out_and_are_limited() -> None:
     is_over = threading.Event()
 
     def hang(host: str, port: int) -> list[str]:
@@ -88,20 +88,20 @@ def test_the_time_of_looking_up_a_host_counts() -> None:
      ("data:application/pdf;base64,YWJj", "the type 'application/pdf'"),
      ("data:image/png;base64,@@@@", "no valid base64")],
 )  # fmt: skip
-def test_urls_that_are_refused(url: str, message: str) -> None:
+def test_disallowed_urls_are_rejected(url: str, message: str) -> None:
     sources = MediaSources(downloads=Downloads(("example.org", ".images.net")))
     with pytest.raises(RequestError, match=message):
         sources.read(url)
 
 
-def test_a_domain_with_a_dot_allows_hosts_below_it() -> None:
+def test_domain_with_leading_dot_allows_only_subdomains() -> None:
     downloads = Downloads((".images.net",))
     assert downloads.checked("https://a.b.IMAGES.net/x").hostname == "a.b.images.net"
     with pytest.raises(RequestError, match="may not be fetched"):
         downloads.checked("https://images.net/x")
 
 
-def test_inline_content_and_its_bound() -> None:
+def test_data_url_is_read_up_to_the_size_limit() -> None:
     url = "data:image/png;base64," + base64.b64encode(CONTENT).decode()
     assert MediaSources().read(url) == CONTENT
     with pytest.raises(RequestError, match="more than 1,000 bytes"):
@@ -111,7 +111,7 @@ def test_inline_content_and_its_bound() -> None:
 # ---- files -------------------------------------------------------------------------------------
 
 
-def test_files_below_the_folder(tmp_path: Path) -> None:
+def test_only_regular_files_below_the_folder_are_read(tmp_path: Path) -> None:
     folder, outside = tmp_path / "in", tmp_path / "outside.png"
     folder.mkdir()
     (folder / "a b.png").write_bytes(CONTENT)
@@ -150,7 +150,7 @@ def downloads(
 
 
 @pytest.mark.parametrize("path", ["/file", "/same", "/ü x?y=%2F"])
-def test_a_download_and_a_redirect_to_the_same_host(downloads: Downloads, path: str) -> None:
+def test_download_follows_redirects_to_the_same_host(downloads: Downloads, path: str) -> None:
     assert downloads.get(f"https://example.org{path}") == CONTENT
 
 
@@ -162,30 +162,32 @@ def test_a_download_and_a_redirect_to_the_same_host(downloads: Downloads, path: 
      ("/page", "the type 'text/html'"),
      ("/missing", "status 404"), ("/short", "the download from example.org fails")],
 )  # fmt: skip
-def test_answers_that_are_refused(downloads: Downloads, path: str, message: str) -> None:
+def test_invalid_download_responses_are_rejected(
+    downloads: Downloads, path: str, message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         downloads.get(f"https://example.org{path}")
 
 
-def test_a_redirect_to_another_allowed_host_is_refused(downloads: Downloads) -> None:
+def test_redirect_to_another_allowed_host_is_rejected(downloads: Downloads) -> None:
     both = Downloads(("example.org", "evil.com"), context=downloads.context)
     with pytest.raises(RequestError, match="redirects to another host, 'evil.com'"):
         both.get("https://example.org/other")
 
 
-def test_a_file_that_is_too_large(downloads: Downloads) -> None:
+def test_oversized_download_is_rejected(downloads: Downloads) -> None:
     small = Downloads(("example.org",), max_bytes=1000, context=downloads.context)
     with pytest.raises(RequestError, match="more than 1,000 bytes"):
         small.get("https://example.org/file")
 
 
-def test_a_server_that_never_ends(downloads: Downloads) -> None:
+def test_endless_download_times_out(downloads: Downloads) -> None:
     quick = Downloads(("example.org",), timeout_s=0.3, context=downloads.context)
     with pytest.raises(RequestError, match="the download from example.org fails"):
         quick.get("https://example.org/hangs")
 
 
-def test_the_certificate_is_of_the_host(downloads: Downloads) -> None:
+def test_certificate_of_another_host_is_rejected(downloads: Downloads) -> None:
     other = Downloads(("example.net",), context=downloads.context)
     with pytest.raises(RequestError, match="CERTIFICATE_VERIFY_FAILED"):
         other.get("https://example.net/file")

@@ -1,4 +1,4 @@
-"""A trainer's orders over HTTP and by `AsyncLLM`, with a core in its own process.
+"""A trainer's requests over HTTP and in `AsyncLLM`, with the core in its own process.
 
 Covers `serve/uploads.py`.
 """
@@ -54,7 +54,7 @@ def message(answer: httpx.Response, status: int = 400) -> str:
     return text
 
 
-def test_a_path_and_chunks_replace_the_weights(http: httpx.Client) -> None:
+def test_path_or_chunks_replace_the_weights(http: httpx.Client) -> None:
     original = str(checkpoint("qwen3"))
     before, _ = tokens(http)
     assert tokens(http) == (before, 16)
@@ -62,10 +62,10 @@ def test_a_path_and_chunks_replace_the_weights(http: httpx.Client) -> None:
     answer = http.post("/update_weights", json=order).json()
     assert answer == {"message": "Weights updated", "weights_version": "one"}
     one, cached = tokens(http)
-    asked = {"model": NAME, "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
-    [choice] = http.post("/v1/completions", json=asked).json()["choices"]
+    fields = {"model": NAME, "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
+    [choice] = http.post("/v1/completions", json=fields).json()["choices"]
     assert choice["weights_versions"] == [{"first_token": 0, "version": "one"}]
-    lines = http.post("/v1/completions", json=asked | {"stream": True}).text.split("\n\n")
+    lines = http.post("/v1/completions", json=fields | {"stream": True}).text.split("\n\n")
     *rest, last = [line for line in lines if '"choices"' in line]
     assert '"weights_versions":[{"first_token":0,"version":"one"}]' in last
     assert not any("weights_versions" in line for line in rest)
@@ -84,7 +84,7 @@ def test_a_path_and_chunks_replace_the_weights(http: httpx.Client) -> None:
     http.post("/finish_weight_update", json={"weights_version": "two"}).raise_for_status()
     assert tokens(http) == (one, 0)
 
-    # An incomplete set leaves the weights, and is forgotten.
+    # An incomplete set leaves the weights unchanged, and is dropped.
     http.post("/start_weight_update").raise_for_status()
     http.post("/update_weights/chunk", content=save(dict(tensors[:9]))).raise_for_status()
     assert "the old weights stay: the weight files lack" in message(
@@ -96,7 +96,7 @@ def test_a_path_and_chunks_replace_the_weights(http: httpx.Client) -> None:
 
 
 def test_chunks_replace_a_part_of_the_weights(http: httpx.Client, tmp_path: Path) -> None:
-    """The last one as a delta. The result is the weights that a whole update brings."""
+    """The last chunk is a delta. The result equals that of a full update."""
     new, path = changed_tensors("qwen3", 1), tmp_path / "delta.safetensors"
     http.post("/update_weights", json={"path": str(changed("qwen3", 1))}).raise_for_status()
     wanted = tokens(http)[0]
@@ -117,7 +117,7 @@ def test_chunks_replace_a_part_of_the_weights(http: httpx.Client, tmp_path: Path
     http.post("/update_weights", json={"path": str(checkpoint("qwen3"))}).raise_for_status()
 
 
-def test_a_chunk_that_arrives_after_its_update_is_refused() -> None:
+def test_chunk_that_arrives_after_its_update_is_rejected() -> None:
     class Request:
         async def stream(self) -> AsyncIterator[bytes]:
             yield b"first"
@@ -132,7 +132,7 @@ def test_a_chunk_that_arrives_after_its_update_is_refused() -> None:
         uploads.take()
 
 
-def test_pause_and_resume(http: httpx.Client) -> None:
+def test_pause_and_resume_change_no_answer(http: httpx.Client) -> None:
     before, _ = tokens(http)
     for mode in ("abort", "wait", "keep"):
         assert http.post("/pause", params={"mode": mode}).json() == {"status": "paused"}
@@ -142,7 +142,7 @@ def test_pause_and_resume(http: httpx.Client) -> None:
         assert tokens(http)[0] == before
 
 
-def test_sleep_and_wake_up(http: httpx.Client) -> None:
+def test_sleep_and_wake_up_change_no_answer(http: httpx.Client) -> None:
     before, _ = tokens(http)
     for level in (1, 2):
         answer = http.post("/sleep", params={"level": level})
@@ -172,7 +172,9 @@ def test_sleep_and_wake_up(http: httpx.Client) -> None:
         ("/pause?mode=stop", {}, "mode='stop' is unknown; use abort, wait, keep"),
     ],
 )
-def test_bad_orders(http: httpx.Client, path: str, body: dict[str, Any], expected: str) -> None:
+def test_invalid_trainer_requests_are_rejected(
+    http: httpx.Client, path: str, body: dict[str, Any], expected: str
+) -> None:
     assert expected in message(http.post(path, json=body))
 
 
@@ -188,13 +190,13 @@ def test_bad_orders(http: httpx.Client, path: str, body: dict[str, Any], expecte
         "/finish_weight_update",
     ],
 )
-def test_other_keys_are_refused(http: httpx.Client, path: str) -> None:
+def test_non_admin_keys_are_rejected(http: httpx.Client, path: str) -> None:
     answer = http.post(path, headers=KEYS, json={} if "weight" in path else None)
     assert "admin_api_key" in message(answer, 403)
 
 
-def test_async_llm(tmp_path: Path) -> None:
-    """A frozen request continues with the new weights, and says from which token on."""
+def test_async_llm_continues_a_paused_request_with_new_weights(tmp_path: Path) -> None:
+    """The output reports the first token that the new weights computed."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompt = {"prompt_token_ids": PROMPT}
 

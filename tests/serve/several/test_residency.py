@@ -1,4 +1,4 @@
-"""Which models are loaded, by a clock that the test moves: `serve/several/residency.py`."""
+"""Which models are loaded, with a clock that the test controls: `serve/several/residency.py`."""
 
 import random
 
@@ -24,7 +24,7 @@ P, Q = 1, 2  # API processes
 
 
 def loaded(*names: str, **options: float | int) -> Residency:
-    """All models, of which these are loaded at 0 in no time."""
+    """Return a residency of three models, of which the named ones are loaded at time 0."""
     residency = Residency(["a", "b", "c"], **options)  # type: ignore[arg-type]
     for name in names:
         residency.begin(name, 0.0)
@@ -33,14 +33,14 @@ def loaded(*names: str, **options: float | int) -> Residency:
     return residency
 
 
-def test_who_asks_for_what_is_loaded_gets_it_at_once() -> None:
+def test_loaded_model_is_granted_immediately() -> None:
     residency = loaded("a")
     residency.request("a", (P, 1), 1.0)
     assert residency.decide(1.0) == [Granted("a", (P, 1))]
     assert residency.decide(1.0) == []
 
 
-def test_a_model_is_loaded_for_all_who_ask_meanwhile() -> None:
+def test_one_load_serves_all_waiting_requests() -> None:
     residency = loaded("a")
     residency.request("b", (P, 1), 1.0)
     assert residency.decide(1.0) == [Start("b")]
@@ -51,28 +51,28 @@ def test_a_model_is_loaded_for_all_who_ask_meanwhile() -> None:
     assert residency.models["b"].load_s == 2.0
 
 
-def test_the_one_that_was_used_longest_ago_makes_room() -> None:
+def test_least_recently_used_model_is_unloaded_first() -> None:
     residency = loaded("a", "b", max_loaded=2)
-    for number, name in enumerate("ab"):  # a was asked for first, and used last
+    for number, name in enumerate("ab"):  # a is requested first, and used last
         residency.request(name, (P, number), 1.0)
         residency.decide(1.0)
     residency.give_back("b", (P, 1), 2.0)
     residency.give_back("a", (P, 0), 3.0)
     residency.request("c", (P, 2), 4.0)
     assert residency.decide(4.0) == [Stop("b")]
-    assert residency.decide(5.0) == []  # what ends still has its place
+    assert residency.decide(5.0) == []  # an unloading model still counts
     residency.unloaded("b", 6.0)
     assert residency.decide(6.0) == [Start("c")]
     assert [each.state for each in residency.models.values()] == [LOADED, UNLOADED, LOADING]
 
 
-def test_one_in_use_gives_way_and_never_ends_under_a_lease() -> None:
+def test_leased_model_is_unloaded_only_after_its_last_lease() -> None:
     residency = loaded("a", max_loaded=1)
     residency.request("a", (P, 1), 1.0)
     residency.decide(1.0)
     residency.request("b", (Q, 1), 2.0)
     assert residency.decide(2.0) == [NotifyHolder("a", P)]
-    residency.request("a", (Q, 2), 3.0)  # behind the one that waits
+    residency.request("a", (Q, 2), 3.0)  # queued after the waiting request
     assert residency.decide(3.0) == []
     residency.give_back("a", (P, 1), 4.0)
     assert residency.decide(4.0) == [Stop("a")]
@@ -83,7 +83,7 @@ def test_one_in_use_gives_way_and_never_ends_under_a_lease() -> None:
     assert residency.decide(7.0) == [NotifyHolder("b", Q)]
 
 
-def test_who_gives_way_goes_on_when_nobody_waits_any_more() -> None:
+def test_model_stays_loaded_when_the_waiting_request_leaves() -> None:
     residency = loaded("a", max_loaded=1)
     residency.request("a", (P, 1), 1.0)
     residency.decide(1.0)
@@ -94,7 +94,7 @@ def test_who_gives_way_goes_on_when_nobody_waits_any_more() -> None:
     assert residency.decide(4.0) == [Granted("a", (P, 2))]
 
 
-def test_a_turn_is_as_long_as_loading_took() -> None:
+def test_turn_lasts_as_long_as_loading_took() -> None:
     residency = Residency(["a", "b"], max_loaded=1)
     residency.begin("a", 0.0)
     residency.loaded("a", 2.0)
@@ -107,7 +107,7 @@ def test_a_turn_is_as_long_as_loading_took() -> None:
     assert residency.decide(4.0) == [Stop("a")]
 
 
-def test_a_turn_has_a_bound() -> None:
+def test_turn_has_a_maximum_length() -> None:
     residency = Residency(["a", "b"], max_loaded=1)
     residency.begin("a", 0.0)
     residency.loaded("a", 100.0)
@@ -129,12 +129,12 @@ def test_idle_models_are_unloaded() -> None:
     assert residency.decide(40.0) == [Stop("a")]
 
 
-def test_without_idle_s_nothing_is_unloaded() -> None:
+def test_without_idle_s_no_model_is_unloaded() -> None:
     residency = loaded("a")
     assert residency.decide(1e9) == [] and residency.due_s() == NEVER
 
 
-def test_a_process_that_is_gone_holds_nothing() -> None:
+def test_dead_api_process_releases_its_leases_and_requests() -> None:
     residency = loaded("a", max_loaded=1)
     residency.request("a", (P, 1), 1.0)
     residency.decide(1.0)
@@ -145,10 +145,10 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
     assert residency.decide(3.0) == [Stop("a")]
     residency.forget(Q, 4.0)
     residency.unloaded("a", 5.0)
-    assert residency.decide(5.0) == []  # nobody wants b any more
+    assert residency.decide(5.0) == []  # no request for b is left
 
 
-def test_a_failed_load_is_told_and_tried_again_later() -> None:
+def test_failed_load_is_reported_and_retried_later() -> None:
     residency = loaded("a")
     residency.request("b", (P, 1), 1.0)
     residency.decide(1.0)
@@ -162,7 +162,7 @@ def test_a_failed_load_is_told_and_tried_again_later() -> None:
     assert residency.decide(again_s) == [Start("b")]
 
 
-def test_a_failed_load_leaves_its_place_to_others() -> None:
+def test_failed_load_leaves_room_for_another_model() -> None:
     residency = loaded(max_loaded=1)
     residency.request("a", (P, 1), 1.0)
     residency.request("b", (P, 2), 2.0)
@@ -171,7 +171,7 @@ def test_a_failed_load_leaves_its_place_to_others() -> None:
     assert residency.decide(3.0) == [Denied("a", (P, 1), "broken."), Start("b")]
 
 
-def test_the_dead_stay_dead() -> None:
+def test_dead_model_is_never_loaded_again() -> None:
     residency = loaded("a")
     residency.died("a", "killed.", 1.0)
     residency.request("a", (P, 1), 1e6)
@@ -179,7 +179,7 @@ def test_the_dead_stay_dead() -> None:
     assert residency.models["a"].state == DEAD
 
 
-def test_one_that_dies_under_a_lease_and_comes_again_serves_on() -> None:
+def test_model_that_restarts_under_a_lease_serves_again() -> None:
     residency = loaded("a")
     residency.request("a", (P, 1), 1.0)
     residency.decide(1.0)
@@ -193,14 +193,14 @@ def test_one_that_dies_under_a_lease_and_comes_again_serves_on() -> None:
 
 
 @pytest.mark.parametrize("seed", slow_but(range(20), *range(8)))
-@pytest.mark.parametrize("most", [1, 2])
-def test_any_order_of_things_keeps_the_rules_and_serves_everybody(seed: int, most: int) -> None:
-    """Clients ask and give back at random, models load and end after a while, some loads fail."""
+@pytest.mark.parametrize("limit", [1, 2])
+def test_random_events_keep_the_rules_and_serve_all_requests(seed: int, limit: int) -> None:
+    """Clients request and release at random; models load and unload with delays; loads may fail."""
     chance = random.Random(seed)
-    residency = Residency(["a", "b", "c"], most, idle_s=chance.choice([0.0, 7.0]))
+    residency = Residency(["a", "b", "c"], limit, idle_s=chance.choice([0.0, 7.0]))
     open_leases: dict[Lease, str] = {}
-    asked: dict[Lease, tuple[str, float]] = {}
-    events: list[tuple[float, str, str]] = []  # when, what, model
+    pending: dict[Lease, tuple[str, float]] = {}
+    events: list[tuple[float, str, str]] = []  # time, event, model
     longest, number, now = 0.0, 0, 0.0
 
     def carry_out(orders: list[Order]) -> None:
@@ -214,16 +214,16 @@ def test_any_order_of_things_keeps_the_rules_and_serves_everybody(seed: int, mos
             elif isinstance(order, Granted):
                 open_leases[order.lease] = order.model
             if isinstance(order, Granted | Denied):
-                longest = max(longest, now - asked.pop(order.lease)[1])
-        places = [each.state for each in residency.models.values()]
-        assert sum(state in (LOADING, LOADED, UNLOADING) for state in places) <= most
+                longest = max(longest, now - pending.pop(order.lease)[1])
+        states = [each.state for each in residency.models.values()]
+        assert sum(state in (LOADING, LOADED, UNLOADING) for state in states) <= limit
 
     while now < 300.0:
         now += 0.1
         if now < 200.0 and chance.random() < 0.5:
             number += 1
             lease, model = (chance.choice([P, Q]), number), chance.choice("abc")
-            asked[lease] = (model, now)
+            pending[lease] = (model, now)
             residency.request(model, lease, now)
         for lease, model in list(open_leases.items()):
             if chance.random() < 0.2:
@@ -238,24 +238,24 @@ def test_any_order_of_things_keeps_the_rules_and_serves_everybody(seed: int, mos
             else:
                 residency.loaded(event[2], now)
         carry_out(residency.decide(now))
-    assert not asked and number > 500
+    assert not pending and number > 500
     assert longest < 30.0
 
 
-def test_what_went_wrong_is_told_until_the_model_is_there_again() -> None:
+def test_fault_is_reported_until_the_model_is_loaded() -> None:
     residency = loaded("a", "b")
     residency.begin("a", 1.0, "its process ended.")
     residency.failed("b", "the file is gone.", 1.0)
     residency.request("b", (P, 1), 2.0 + RETRY_S)
     assert residency.decide(2.0 + RETRY_S) == [Start("b")]
-    told = [(each.state, each.why) for each in residency.models.values()]
-    assert told[:2] == [(LOADING, "its process ended."), (LOADING, "the file is gone.")]
+    reported = [(each.state, each.why) for each in residency.models.values()]
+    assert reported[:2] == [(LOADING, "its process ended."), (LOADING, "the file is gone.")]
     for name in "ab":
         residency.loaded(name, 20.0)
         assert residency.models[name].why == ""
 
 
-def test_what_went_wrong_is_told_also_while_there_is_no_place() -> None:
+def test_fault_is_reported_while_the_model_waits_for_room() -> None:
     residency = loaded("a", max_loaded=1)
     residency.failed("b", "the file is gone.", 1.0)
     residency.request("a", (P, 1), 1.0)

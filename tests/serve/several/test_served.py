@@ -17,7 +17,7 @@ def lines(first: FirstRequest = CHAT, **settings: object) -> list[str]:
     return list(start_lines(ServerConfig(**settings), ("127.0.0.1", 8123), first))
 
 
-def test_api_page_and_command() -> None:
+def test_start_lines_show_api_page_and_command() -> None:
     ready, command = lines()
     root = "http://127.0.0.1:8123"
     assert ready == f"ready: {root}/v1 (API), {root}/ (page); Ctrl-C stops the server"
@@ -27,7 +27,7 @@ def test_api_page_and_command() -> None:
     assert json.loads(words[-1]) == {"model": "it's"}
 
 
-def test_what_the_settings_change() -> None:
+def test_settings_change_the_start_lines() -> None:
     assert "(page)" not in lines(page=False)[0]
     assert lines(root_path="/quire")[0].startswith("ready: http://127.0.0.1:8123/quire/v1 (API)")
     files = {"ssl_certfile": "c", "ssl_keyfile": "k"}
@@ -47,12 +47,12 @@ def test_what_the_settings_change() -> None:
     ("address", "host"),
     [(("0.0.0.0", 1), "127.0.0.1"), (("::", 1, 0, 0), "[::1]"), (("::1", 1, 0, 0), "[::1]")],
 )
-def test_addresses_that_a_client_can_use(address: tuple, host: str) -> None:
+def test_start_lines_show_an_address_that_clients_can_use(address: tuple, host: str) -> None:
     found = start_lines(ServerConfig(), address, CHAT)
     assert all(f"http://{host}:1/v1" in line for line in found)
 
 
-def test_the_key_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_reads_the_key_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     [_, command] = lines(api_key=("sesame",))
@@ -61,7 +61,7 @@ def test_the_key_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "$VLLM_API_KEY" in lines(api_key=("sesame",))[1]
 
 
-def test_a_request_that_the_model_can_answer(tmp_path: Path) -> None:
+def test_first_request_suits_the_model(tmp_path: Path) -> None:
     model = ServedModel(config_from_flat(model="demo"))
     source = resolve_source(model.engine.model)
     chat = first_request(model, source)

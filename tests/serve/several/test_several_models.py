@@ -1,4 +1,4 @@
-"""`quire serve A B`, as its user sees it. Real processes with tiny checkpoints.
+"""`quire serve A B` for its users, with real processes and tiny checkpoints.
 
 Covers `serve/several/manager.py`, `serve/several/served.py`, `serve/several/front.py` and
 `serve/several/all_models.py`.
@@ -51,7 +51,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[str]]:
-    """What each model answers alone."""
+    """Return the answers of each model when it runs alone."""
     found = {}
     params = SamplingParams(temperature=0, max_tokens=12)
     for name, path in paths().items():
@@ -73,7 +73,7 @@ def answer(server: Server, model: str, prompt: str, num_tokens: int = 12) -> str
 
 
 def ask(server: Server, path: str, method: str = "GET", **body: Any) -> tuple[int, str]:
-    """Status and text of an answer."""
+    """Return the status and text of a response."""
     data = json.dumps(body).encode() if body else None
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(server.url + path, data, headers, method=method)
@@ -97,7 +97,7 @@ def states(server: Server) -> dict[str, str]:
 
 
 def why_of(server: Server, model: str) -> str:
-    """What /health says is wrong with a model; nothing if nothing is."""
+    """Return the fault that /health reports for a model, or an empty text."""
     [found] = [e for e in get(server, f"/health?model={model}")["models"] if e["name"] == model]
     return str(found.get("why", ""))
 
@@ -113,7 +113,7 @@ def core_of(server: Server, model: str) -> int:
 
 
 class Streaming:
-    """A stream of one model in a thread. texts: what came; error: what it ended with, if that."""
+    """Streams one model in a thread. texts: the deltas so far; error: the exception, if any."""
 
     def __init__(self, server: Server, model: str) -> None:
         self.texts: list[str] = []
@@ -138,17 +138,19 @@ class Streaming:
         assert not self._thread.is_alive()
 
 
-# ---- side by side ------------------------------------------------------------------------------
+# ---- several loaded models ---------------------------------------------------------------------
 
 
-def test_each_answers_as_it_does_alone(server: Server, expected: dict[str, list[str]]) -> None:
+def test_each_model_answers_as_it_does_alone(
+    server: Server, expected: dict[str, list[str]]
+) -> None:
     assert expected["a"] != expected["b"]
     for number, prompt in enumerate(PROMPTS):
         for name in "ab":
             assert answer(server, name, prompt) == expected[name][number]
 
 
-def test_the_first_one_answers_who_names_none(
+def test_request_without_model_goes_to_the_first(
     server: Server, expected: dict[str, list[str]]
 ) -> None:
     made = post(server, "/v1/completions", prompt=PROMPTS[0], max_tokens=12, temperature=0)
@@ -166,12 +168,12 @@ def test_the_first_one_answers_who_names_none(
         ("/v1/prefixes", {"prompt": "x"}),
     ],
 )
-def test_an_unknown_model(server: Server, path: str, body: dict[str, Any]) -> None:
+def test_unknown_model_is_rejected(server: Server, path: str, body: dict[str, Any]) -> None:
     status, text = ask(server, path, "POST", model="c", **body)
     assert status == 404 and "there is no model" in text and "a, b" in text
 
 
-def test_what_each_is_can_be_read(server: Server) -> None:
+def test_models_and_health_report_each_model(server: Server) -> None:
     listed = client_of(server).models.list().data
     assert [(each.id, each.state, each.num_loads) for each in listed] == [  # type: ignore[attr-defined]
         ("a", "loaded", 1), ("b", "loaded", 1),
@@ -183,7 +185,7 @@ def test_what_each_is_can_be_read(server: Server) -> None:
     assert ask(server, "/v1/models/c")[0] == 404
 
 
-def test_metrics_are_told_apart_by_model_name(server: Server) -> None:
+def test_metrics_are_labelled_with_the_model_name(server: Server) -> None:
     for name in "ab":
         answer(server, name, "one more")
     text = ask(server, "/metrics")[1]
@@ -195,7 +197,7 @@ def test_metrics_are_told_apart_by_model_name(server: Server) -> None:
         assert text.count(f"# TYPE {family} ") == 1
 
 
-def test_what_is_asked_of_all(server: Server) -> None:
+def test_requests_and_prefixes_of_all_models_are_found(server: Server) -> None:
     for name in "ab":
         made = client_of(server).completions.create(model=name, prompt="asked", max_tokens=2)
         assert get(server, f"/v1/requests/{made.id}")["output_tokens"] == 2
@@ -204,8 +206,8 @@ def test_what_is_asked_of_all(server: Server) -> None:
     assert ask(server, f"/v1/prefixes/{pinned['id']}", "DELETE")[0] == 200
     for name in "ab":
         made = post(server, "/v1/completions", model=name, prompt="held", max_tokens=2, keep_s=60)
-        gone_on = post(server, f"/v1/requests/{made['id']}/fork", max_tokens=2)
-        assert gone_on["model"] == name and gone_on["usage"]["prompt_tokens"] > 2
+        forked = post(server, f"/v1/requests/{made['id']}/fork", max_tokens=2)
+        assert forked["model"] == name and forked["usage"]["prompt_tokens"] > 2
     assert len(get(server, "/v1/requests")["data"]) == 2
     assert ask(server, f"/v1/requests/{made['id']}", "DELETE")[0] == 200
     assert len(get(server, "/v1/requests")["data"]) == 1
@@ -213,21 +215,21 @@ def test_what_is_asked_of_all(server: Server) -> None:
     assert post(server, "/abort_requests") == {"request_ids": []}
 
 
-def test_each_has_its_own_tokens(server: Server) -> None:
+def test_tokenize_uses_the_requested_model(server: Server) -> None:
     for name, path in paths().items():
         made = post(server, "/tokenize", model=name, prompt="The fox")
         assert made["max_model_len"] == 128 and made["count"] == len(made["tokens"]) > 0
         assert card(server, name)["root"] == str(path)
 
 
-def test_the_live_view_is_of_the_model_that_is_asked_for(server: Server) -> None:
+def test_live_view_shows_the_requested_model(server: Server) -> None:
     with urllib.request.urlopen(server.url + "/v1/engine/live?model=b", timeout=60) as stream:
         line = next(line for line in stream if line.startswith(b"data: "))
         assert json.loads(line[6:])["type"] == "snapshot"
     assert ask(server, "/v1/engine/live?model=c")[0] == 404
 
 
-def test_a_prompt_in_pieces_goes_to_the_model_that_it_names(
+def test_streamed_prompt_goes_to_the_requested_model(
     server: Server, expected: dict[str, list[str]]
 ) -> None:
     for name in "ab":
@@ -244,29 +246,29 @@ def test_a_prompt_in_pieces_goes_to_the_model_that_it_names(
             assert (message["type"], "".join(texts)) == ("done", expected[name][0])
 
 
-def test_the_memory_is_told_at_the_start(server: Server) -> None:
+def test_startup_log_reports_the_memory_of_each_model(server: Server) -> None:
     text = "".join(server.lines)
     assert "memory for 2 models, all at once" in text
     assert re.search(r"INFO quire:   b +weights .* KV pool", text)
 
 
-def test_one_dies_and_comes_again_while_the_other_answers(
+def test_dead_model_restarts_while_the_other_answers(
     server: Server, expected: dict[str, list[str]]
 ) -> None:
     core = core_of(server, "b")
-    os.kill(core, signal.SIGSTOP)  # so that its requests are surely open when it dies
+    os.kill(core, signal.SIGSTOP)  # so that its request is open when it dies
     cut = Streaming(server, "b")
-    going_on = Streaming(server, "a")
-    wait_until(lambda: len(going_on.texts) > 3, "a streams")
+    surviving = Streaming(server, "a")
+    wait_until(lambda: len(surviving.texts) > 3, "a streams")
     wait_until(lambda: get(server, "/load")["server_load"] == 2, "both are open")
     kill(core)
-    wait_until(lambda: ask(server, "/health?model=b")[0] == 503, "it is known")
+    wait_until(lambda: ask(server, "/health?model=b")[0] == 503, "the death is noticed")
     wait_until(lambda: "signal 9" in why_of(server, "b"), "the reason is known")
     assert ask(server, "/health?model=a")[0] == ask(server, "/health")[0] == 200
     cut.end()
     assert cut.error is not None and "engine" in str(cut.error)
-    going_on.end()
-    assert going_on.error is None and len("".join(going_on.texts)) > 0
+    surviving.end()
+    assert surviving.error is None and len("".join(surviving.texts)) > 0
     assert answer(server, "a", PROMPTS[0]) == expected["a"][0]
     assert answer(server, "b", PROMPTS[0]) == expected["b"][0]  # waits until it is back
     wait_until(lambda: states(server) == {"a": "loaded", "b": "loaded"}, "both are back")
@@ -274,12 +276,12 @@ def test_one_dies_and_comes_again_while_the_other_answers(
     assert ask(server, "/health?model=b")[0] == 200 and why_of(server, "b") == ""
 
 
-# ---- coming and going --------------------------------------------------------------------------
+# ---- loading and unloading ---------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_two_take_turns_in_one_place(expected: dict[str, list[str]]) -> None:
-    """Clients of both models, of two API processes, at once: nobody starves, all are served."""
+def test_two_models_take_turns_in_memory_for_one(expected: dict[str, list[str]]) -> None:
+    """Clients of both models call two API processes concurrently; all of them are served."""
     server = started("--max-loaded-models", "1", "--api-server-count", "2", **paths())
     assert states(server) == {"a": "loaded", "b": "unloaded"}
     assert card(server, "b")["max_model_len"] is None
@@ -297,12 +299,14 @@ def test_two_take_turns_in_one_place(expected: dict[str, list[str]]) -> None:
         thread.join(240)
     assert not failures and not any(thread.is_alive() for thread in threads)
     assert card(server, "b")["num_loads"] >= 1 and card(server, "b")["max_model_len"] == 128
-    wait_until(lambda: sorted(states(server).values()) == ["loaded", "unloaded"], "it is quiet")
+    wait_until(
+        lambda: sorted(states(server).values()) == ["loaded", "unloaded"], "one model is loaded"
+    )
     assert server.stop() == 0
 
 
 @pytest.mark.slow
-def test_an_idle_one_ends_its_process_and_comes_again(expected: dict[str, list[str]]) -> None:
+def test_idle_model_is_unloaded_and_loads_again(expected: dict[str, list[str]]) -> None:
     server = started("--idle-unload-s", "1.5", a=paths()["a"])
     core = core_of(server, "a")
     wait_until(lambda: states(server) == {"a": "unloaded"}, "it is unloaded")
@@ -321,7 +325,7 @@ def test_an_idle_one_ends_its_process_and_comes_again(expected: dict[str, list[s
 
 
 @pytest.mark.slow
-def test_a_load_that_fails_is_told_and_the_server_goes_on(
+def test_failed_load_is_reported_and_the_server_stays_up(
     tmp_path: Path, expected: dict[str, list[str]]
 ) -> None:
     broken = tmp_path / "b"
@@ -333,28 +337,28 @@ def test_a_load_that_fails_is_told_and_the_server_goes_on(
             answer(server, "b", "x")
         assert caught.value.status_code == 503 and "Retry-After" in caught.value.response.headers
     assert states(server) == {"a": "unloaded", "b": "failed"}
-    assert str(broken) in card(server, "b")["why"]  # its last words
+    assert str(broken) in card(server, "b")["why"]  # the core's last message
     assert ask(server, "/health")[0] == 200
     assert ask(server, "/health?model=b")[0] == 503
     assert answer(server, "a", PROMPTS[0]) == expected["a"][0]
     weights.rename(broken / "model.safetensors")
-    wait_until(lambda: _comes(server, "b"), "it is tried again")
+    wait_until(lambda: _is_back(server, "b"), "the load is retried")
     assert answer(server, "b", PROMPTS[0]) == expected["b"][0]
     assert server.stop() == 0
 
 
-def _comes(server: Server, name: str) -> bool:
+def _is_back(server: Server, name: str) -> bool:
     with contextlib.suppress(openai.InternalServerError):
         return bool(answer(server, name, "x"))
-    time.sleep(0.5)  # not to ask all the time
+    time.sleep(0.5)  # do not poll too often
     return False
 
 
 @pytest.mark.slow
-def test_without_restart_engine_the_dead_stay_dead_and_the_last_one_ends_the_server() -> None:
+def test_without_restart_engine_the_last_dead_model_ends_the_server() -> None:
     server = started(**paths())
     kill(core_of(server, "b"))
-    wait_until(lambda: states(server) == {"a": "loaded", "b": "dead"}, "it is known")
+    wait_until(lambda: states(server) == {"a": "loaded", "b": "dead"}, "the death is noticed")
     with pytest.raises(openai.InternalServerError, match="signal 9"):
         answer(server, "b", "x")
     assert ask(server, "/health?model=b")[0] == 503
@@ -366,10 +370,10 @@ def test_without_restart_engine_the_dead_stay_dead_and_the_last_one_ends_the_ser
 
 
 @pytest.mark.slow
-def test_the_end_waits_for_who_waits_for_a_model() -> None:
+def test_stop_waits_for_requests_that_wait_for_a_model() -> None:
     server = started("--max-loaded-models", "1", **paths())
     stream = Streaming(server, "b")
-    wait_until(lambda: get(server, "/load")["server_load"] == 1, "it is open")
+    wait_until(lambda: get(server, "/load")["server_load"] == 1, "the request is open")
     assert states(server)["b"] != "loaded" and not stream.texts
     assert server.stop() == 0
     stream.end()
@@ -377,8 +381,8 @@ def test_the_end_waits_for_who_waits_for_a_model() -> None:
 
 
 @pytest.mark.slow
-def test_a_file_of_models_with_settings_of_their_own(tmp_path: Path) -> None:
-    """An embedder beside a generator, names of one's own, batches that name both; and a key."""
+def test_config_file_gives_each_model_its_own_settings(tmp_path: Path) -> None:
+    """An embedder and a generator with several names, a batch that names both, and an API key."""
     embedder = with_modules(paths()["b"], ("Pooling", "1_Pooling", MEAN))
     config = tmp_path / "quire.yaml"
     config.write_text(
@@ -392,7 +396,7 @@ def test_a_file_of_models_with_settings_of_their_own(tmp_path: Path) -> None:
     client = client_of(server)
     assert [each.id for each in client.models.list().data] == ["text", "other", "vectors"]
     assert client.models.retrieve("other").max_model_len == 64  # type: ignore[attr-defined]
-    assert ask(server, "/health") == (200, "")  # names are for key holders
+    assert ask(server, "/health") == (200, "")  # only key holders may see model names
     assert ask(server, "/health?model=text")[0] == ask(server, "/health?model=no")[0] == 401
     assert answer(server, "other", "The fox") == answer(server, "text", "The fox")
     assert len(client.embeddings.create(model="vectors", input="The fox").data[0].embedding) > 1
