@@ -292,7 +292,7 @@ class Run:
             os.dup2(quiet, 1)
             os.dup2(quiet, 2)
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + EXTRA_BYTES, used + MORE_BYTES))
+            resource.setrlimit(resource.RLIMIT_AS, (used + EXTRA_BYTES, used + EXTRA_BYTES))
             resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
             settings.load_profile("mutation")
             put_in_place(mutant)
