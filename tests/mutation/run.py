@@ -243,8 +243,9 @@ class Run:
         self._say(
             f"{self.counts['killed']} of {total} mutants killed: {share:.1%} ({took_s:,.0f} s)"
         )
-        row = {"num_mutations": total, "num_seen": self.counts["killed"], "share": share}
-        write(self.given.output_json, "mutation", [row | {"aim": MIN_SCORE}], {"seed": self.given.seed})
+        seen = self.counts["killed"]
+        row = {"num_mutations": total, "num_seen": seen, "share": share, "aim": MIN_SCORE}
+        write(self.given.output_json, "mutation", [row], {"seed": self.given.seed})
         session.testsfailed = int(share < MIN_SCORE)
         return True
 
