@@ -161,7 +161,7 @@ def nothing(_: Any) -> list[int]:
     return []
 
 
-def test_draft_contains_exactly_the_tokens_without_alternative() -> None:
+def test_forced_draft_tokens_are_the_only_allowed_ones() -> None:
     maker = Maker()
     guided = maker.guided(JSON)
     opened = MaskRequest(0, guided, 0, np.array(ids_of("{"), np.int32))

@@ -61,7 +61,7 @@ def test_mask_allows_exactly_the_tokens_that_may_begin_the_text(family: str) -> 
 
 def _may_begin(data: bytes) -> bool:
     """Return whether a text of up to three letters, a space and two letters, and an accent may
-    begin with this."""
+    begin with these bytes."""
     low, high = b"abcdefghijklmnopqrst", b"abcdefghijklmnopqrstuvwxyz"
     ends = {(0, 0)}  # (part, letters of it)
     for byte in data:

@@ -477,8 +477,8 @@ def test_subscriber_error_reaches_the_caller_and_the_engine_continues() -> None:
 # ---- a plug-in ----------------------------------------------------------------------------------
 
 
-def test_token_limit_plug_in_has_less_than_sixty_lines() -> None:
-    """It cancels the requests of a tenant that exceeds its tokens, and has no other effect."""
+def test_token_limit_plug_in_cancels_requests_over_the_limit() -> None:
+    """The plug-in has less than sixty lines and no other effect."""
     source = Path(inspect.getfile(TokenLimit)).read_text("utf-8")
     assert len(source.splitlines()) < 60
     limit = TokenLimit(max_tokens=10)

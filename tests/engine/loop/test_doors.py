@@ -30,7 +30,7 @@ from quire.ops.host.native import core as native_core
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import OMITTED, Deferred, dump, encode
-from tests.engine.loop.test_attachment import ask as ask_for
+from tests.engine.loop.test_attachment import ask as submit_to
 from tests.engine.loop.test_attachment import make_core
 from tests.support.engine.attachments import attached
 
@@ -129,7 +129,7 @@ def test_watcher_detects_a_change_between_two_calls() -> None:
     core = make_core()
     watcher = StateWatcher(core.scheduler)
     core.attach(watcher)
-    ask_for(core)
+    submit_to(core)
     core.step()
     core.scheduler.memory.rates = MeasuredRates(prefill_tokens_per_s=5.0)
     with pytest.raises(EngineError, match="between update and schedule"):

@@ -31,7 +31,7 @@ class Groups(Bench):
         self.samples: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
 
-    def ask(self, name: str, prompt: list[int], n: int, **more: Any) -> None:
+    def submit(self, name: str, prompt: list[int], n: int, **more: Any) -> None:
         params = SamplingParams(
             **({"n": n, "temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True} | more)
         )
@@ -61,7 +61,7 @@ class Groups(Bench):
 def alone(prompt: list[int], index: int, **more: Any) -> list[int]:
     """Return the tokens of this sequence index in an engine with no other requests."""
     groups = Groups(max_num_seqs=8, enable_prefix_caching=False)
-    groups.ask("r", prompt, index + 1, **more)
+    groups.submit("r", prompt, index + 1, **more)
     groups.finish()
     return groups.samples["r", index]
 
@@ -75,7 +75,7 @@ def expected() -> list[list[int]]:
 
 def test_first_sequence_equals_that_of_a_request_with_n_1(expected: list[list[int]]) -> None:
     groups = Groups(max_num_seqs=8)
-    groups.ask("one", PROMPT, 1)
+    groups.submit("one", PROMPT, 1)
     groups.finish()
     assert groups.samples["one", 0] == expected[0]
 
@@ -94,9 +94,9 @@ def test_sequences_do_not_depend_on_the_batch(
         pipeline_depth=depth,
         enable_prefix_caching=caching,
     )
-    groups.ask("a", OTHERS["a"], 1)
-    groups.ask("r", PROMPT, 4)
-    groups.ask("c", OTHERS["c"], 3)
+    groups.submit("a", OTHERS["a"], 1)
+    groups.submit("r", PROMPT, 4)
+    groups.submit("c", OTHERS["c"], 3)
     groups.finish()
     for index in range(4):
         assert groups.samples["r", index] == expected[index]
@@ -122,8 +122,8 @@ def test_group_is_preempted_and_resumed_as_one(
         kv_cache_memory_bytes=pool_bytes(checkpoint("llama"), 21, 4),
         watermark=0.0,
     )
-    groups.ask("a", OTHERS["a"], 1, max_tokens=40)
-    groups.ask("r", PROMPT, 4)
+    groups.submit("a", OTHERS["a"], 1, max_tokens=40)
+    groups.submit("r", PROMPT, 4)
     preempted = False
     while groups.core.has_work:
         groups.step()
@@ -140,7 +140,7 @@ def test_sequences_share_prompt_blocks_and_copy_the_last_one_on_write() -> None:
     """P fig. 8: each sequence references the prompt's blocks. The first to write into the shared
     last block gets a copy; the last one writes in place."""
     groups = Groups(max_num_seqs=4, enable_prefix_caching=False)
-    groups.ask("r", PROMPT[:7], 2)  # one full block, and three of four slots of another
+    groups.submit("r", PROMPT[:7], 2)  # one full block, and three of four slots of another
     pool = groups.core.scheduler.memory.kv.pools[0]
     groups.step()
     first, second = groups.core.scheduler.rows.sequences()
@@ -158,8 +158,8 @@ def test_sequences_share_prompt_blocks_and_copy_the_last_one_on_write() -> None:
 
 def test_rows_are_reserved_for_all_sequences_at_admission() -> None:
     groups = Groups(max_num_seqs=4, max_num_batched_tokens=4)
-    groups.ask("r", PROMPT, 3)
-    groups.ask("b", OTHERS["b"], 2)
+    groups.submit("r", PROMPT, 3)
+    groups.submit("b", OTHERS["b"], 2)
     groups.step()
     assert groups.core.scheduler.num_free_rows == 1  # too few for the second request
     while ("r", 0) not in groups.endings:
@@ -172,7 +172,7 @@ def test_rows_are_reserved_for_all_sequences_at_admission() -> None:
 @pytest.mark.parametrize("index", [-1, 0, 1])
 def test_abort_ends_one_sequence_or_all(index: int, expected: list[list[int]]) -> None:
     groups = Groups(max_num_seqs=4)
-    groups.ask("r", PROMPT, 3)
+    groups.submit("r", PROMPT, 3)
     for _ in range(4):
         groups.step()
     groups.core.control(Abort("r", index=index))
@@ -185,7 +185,7 @@ def test_abort_ends_one_sequence_or_all(index: int, expected: list[list[int]]) -
 
 def test_abort_before_the_fork_frees_the_reserved_rows() -> None:
     groups = Groups(max_num_seqs=4, max_num_batched_tokens=4)
-    groups.ask("r", PROMPT, 4)
+    groups.submit("r", PROMPT, 4)
     groups.step()
     assert groups.core.scheduler.num_free_rows == 0
     groups.core.control(Abort("r"))
@@ -197,7 +197,7 @@ def test_abort_before_the_fork_frees_the_reserved_rows() -> None:
 def test_penalties_apply_to_each_sequence_separately() -> None:
     more: dict[str, Any] = {"presence_penalty": 1.5, "repetition_penalty": 1.3, "max_tokens": 20}
     groups = Groups(max_num_seqs=8)
-    groups.ask("r", PROMPT, 3, **more)
+    groups.submit("r", PROMPT, 3, **more)
     groups.finish()
     for index in range(3):
         assert groups.samples["r", index] == alone(PROMPT, index, **more)
@@ -207,8 +207,8 @@ def test_penalties_apply_to_each_sequence_separately() -> None:
 def test_guilty_request_fails_with_all_its_sequences(depth: int, expected: list[list[int]]) -> None:
     groups = Groups(max_num_seqs=8, pipeline_depth=depth)
     groups.runner.raises = groups.runner.holds_poison
-    groups.ask("bad", [1, 2, 96, 4, 5], 3)
-    groups.ask("r", PROMPT, 4)
+    groups.submit("bad", [1, 2, 96, 4, 5], 3)
+    groups.submit("r", PROMPT, 4)
     groups.finish()
     assert groups.endings["bad", 0] == "error"
     assert not any(groups.samples.get(("bad", index)) for index in range(3))
@@ -218,8 +218,8 @@ def test_guilty_request_fails_with_all_its_sequences(depth: int, expected: list[
 def test_requests_that_can_never_fit_are_rejected() -> None:
     groups = Groups(max_num_seqs=4, kv_cache_memory_bytes=pool_bytes(checkpoint("llama"), 18, 4))
     with pytest.raises(RequestError, match="max_num_seqs"):
-        groups.ask("r", PROMPT, 5)
+        groups.submit("r", PROMPT, 5)
     with pytest.raises(RequestError, match="KV blocks|blocks than the pool"):
-        groups.ask("r", PROMPT, 4, max_tokens=50)
-    groups.ask("r", PROMPT, 3, max_tokens=8)
+        groups.submit("r", PROMPT, 4, max_tokens=50)
+    groups.submit("r", PROMPT, 3, max_tokens=8)
     groups.finish()

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities of rows that are preempted amid their prompt.
+"""Prompt log-probabilities of rows that are preempted in the middle of their prompt.
 
 A resumed prompt may find more of its tokens in a cache than were scored. The blocks come from its
 own plans in flight, other requests, host memory or a pinned prefix. In every case each position is
@@ -51,7 +51,7 @@ def assert_scored(bench: Bench, name: str) -> None:
 
 class Scores(Bench):
     """A bench with a pool of so few blocks of 4 tokens that rows are preempted. It collects the
-    requests that were preempted amid their prompt."""
+    requests that were preempted in the middle of their prompt."""
 
     def __init__(self, folder: Path, num_blocks: int, **settings: Any) -> None:
         memory = pool_bytes(folder, num_blocks, 4)
@@ -134,11 +134,11 @@ def test_preempted_prompts_are_scored_once_per_position(
             assert_scored(bench, name)
         restarted += len(bench.restarted & scored)
     if (mode, depth) != ("faults", 1):
-        assert restarted > 0, "no row was preempted amid its prompt"
+        assert restarted > 0, "no row was preempted in the middle of its prompt"
 
 
 @pytest.mark.parametrize("num_scored", [9, 18, 27])
-def test_prompt_resumed_amid_a_pinned_prefix_with_windows_is_scored(num_scored: int) -> None:
+def test_prompt_resumed_inside_a_pinned_windowed_prefix_is_scored(num_scored: int) -> None:
     """The pin holds only the window of the prefix's last token."""
     bench, tokens = Scores(checkpoint("mistral"), 40), prompt(3, 32)
     bench.pin(tokens[:30])

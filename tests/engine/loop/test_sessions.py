@@ -77,7 +77,8 @@ class Engine:
             self._found[key] = self.tokens(token_ids, **params)
         return self._found[key]
 
-    def retain(self, **params: Any) -> RetainedRequest:
+    def kept(self, **params: Any) -> RetainedRequest:
+        """Serve a request and return it as retained."""
         request = self.ask(self.story, **({"max_tokens": 20, "keep_s": 600} | params))
         self.finish(request)
         return self.held(request.request_id)
@@ -101,9 +102,9 @@ def reference() -> Iterator[Engine]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no prefix cache": {"enable_prefix_caching": False},
-    "ahead": {"pipeline_depth": 2},
+    "depth 2": {"pipeline_depth": 2},
     "int8 blocks": {"kv_cache_dtype": "int8"},
-    "guesses": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "host tier": {"kv_host_gb": 0.01},
     "swapping": {"preemption_mode": "swap", "max_num_batched_tokens": 16},
 }
@@ -126,7 +127,7 @@ def _release_all(engine: Engine) -> None:
     assert view.num_free_blocks == view.num_blocks, "blocks leak"
 
 
-@pytest.fixture(scope="module", params=slow_but(SETTINGS, "guesses", "host tier", "swapping"))
+@pytest.fixture(scope="module", params=slow_but(SETTINGS, "drafts", "host tier", "swapping"))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     made = Engine(**SETTINGS[request.param])
     yield made
@@ -143,7 +144,7 @@ def reference_for(engine: Engine, reference: Engine) -> Engine:
 def test_fork_gives_the_tokens_of_a_new_request(
     engine: Engine, reference: Engine, at: int | None
 ) -> None:
-    source = engine.retain()
+    source = engine.kept()
     tokens = source.token_ids[:at]
     added = [40, 41] if at == 33 else []
     oracle = reference_for(engine, reference)
@@ -157,7 +158,7 @@ def test_fork_gives_the_tokens_of_a_new_request(
 def test_each_branch_costs_at_most_one_block(engine: Engine) -> None:
     """Branches share full blocks. Each copies the last block, except for the one that owns it in
     the end."""
-    source = engine.retain(max_tokens=24)
+    source = engine.kept(max_tokens=24)
     view = engine.client.core.view
     before = view().num_free_blocks
     tokens = source.token_ids
@@ -191,7 +192,7 @@ def test_running_request_can_be_forked(engine: Engine, reference: Engine) -> Non
 
 def test_new_requests_evict_blocks_of_retained_ones(engine: Engine, reference: Engine) -> None:
     """Requests that need the whole pool do not wait. Later forks recompute the evicted blocks."""
-    sources = [engine.retain(seed=i) for i in range(4)]
+    sources = [engine.kept(seed=i) for i in range(4)]
     oracle = reference_for(engine, reference)
     ids = [engine.llm.get_tokenizer().encode(text, False) for text in OTHERS]
     many = [engine.ask(tokens, max_tokens=64, seed=i, n=2) for i, tokens in enumerate(ids)]
@@ -210,7 +211,7 @@ def test_new_requests_evict_blocks_of_retained_ones(engine: Engine, reference: E
 
 
 def test_rewound_request_can_be_continued(engine: Engine, reference: Engine) -> None:
-    source = engine.retain()
+    source = engine.kept()
     left = source.num_tokens - 7
     engine.client.rewind(source.id, 0, left)
     tokens = engine.held(source.id).token_ids
@@ -246,7 +247,7 @@ def test_aborted_request_is_not_retained(engine: Engine) -> None:
 
 
 def test_cache_reset_keeps_the_retained_tokens(engine: Engine) -> None:
-    source = engine.retain()
+    source = engine.kept()
     engine.client.reset_prefix_cache()
     assert engine.held(source.id).num_blocks == 0
     tokens = source.token_ids
@@ -256,7 +257,7 @@ def test_cache_reset_keeps_the_retained_tokens(engine: Engine) -> None:
 
 
 def test_fork_with_different_tokens_is_rejected(reference: Engine) -> None:
-    source = reference.retain()
+    source = reference.kept()
     tokens = source.token_ids
     with pytest.raises(RequestError, match="does not begin"):
         reference.ask([1, *tokens[1:]], Fork(source.id, 0, len(tokens)))
@@ -271,7 +272,7 @@ def test_requests_beyond_the_retention_limits_are_rejected(
     reference: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held, "MAX_RETAINED", 3)
-    source = reference.retain()
+    source = reference.kept()
     running = reference.ask(reference.story, max_tokens=2, keep_s=5)
     with pytest.raises(EngineBusy, match="sequences are retained or will be"):
         reference.ask(reference.story, max_tokens=2, n=2, keep_s=5)
@@ -317,7 +318,7 @@ def test_metrics_count_retained_requests(reference: Engine) -> None:
         text = Exposition(metrics, view, "demo", CacheConfig()).text()
         return re.findall(r"^quire:held_\w+{.*} (.*)$", text, re.MULTILINE)
 
-    held = reference.retain(n=2)
+    held = reference.kept(n=2)
     assert [float(number) for number in exported()] == [2, 2 * held.num_tokens]
     reference.client.keep(held.id, 0.0)
     assert [float(number) for number in exported()] == [0, 0]
@@ -333,16 +334,16 @@ def test_fork_with_another_salt_or_adapter_is_rejected(
     if not runs:
         reference.finish(source)
     fork, tokens = Fork(source.request_id, 0, 5), reference.story[:9]
-    asked = msgspec.structs.replace(source, request_id="other", fork=fork, prompt_token_ids=tokens)
+    forked = msgspec.structs.replace(source, request_id="other", fork=fork, prompt_token_ids=tokens)
     with pytest.raises(RequestError, match=f"{[*other][0]} must be the same as that of the source"):
-        reference.client.add(msgspec.structs.replace(asked, **other))
+        reference.client.add(msgspec.structs.replace(forked, **other))
     if runs:
         reference.finish(source)
 
 
 def test_token_ids_after_the_shared_prefix_are_checked(reference: Engine) -> None:
     """The shared tokens are known to be in the vocabulary; the tokens after them are not."""
-    held = reference.retain()
+    held = reference.kept()
     fork = Fork(held.id, 0, 5)
     for wrong in (-1, 1 << 20, 1 << 40):
         with pytest.raises(RequestError, match="not in the vocabulary"):

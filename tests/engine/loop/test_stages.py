@@ -29,13 +29,13 @@ class StagedSearches(Searches):
 
 def samples(kind: type[Groups], architecture: str, **settings: Any) -> Groups:
     groups = kind(architecture, **({"max_num_seqs": 8, "max_num_batched_tokens": 12} | settings))
-    groups.ask("a", OTHERS["a"], 1, temperature=0.0)
-    groups.ask("r", PROMPT, 3)
-    groups.ask("long", LONG, 1, top_k=5, presence_penalty=0.5)
-    groups.ask("c", OTHERS["c"], 2)
+    groups.submit("a", OTHERS["a"], 1, temperature=0.0)
+    groups.submit("r", PROMPT, 3)
+    groups.submit("long", LONG, 1, top_k=5, presence_penalty=0.5)
+    groups.submit("c", OTHERS["c"], 2)
     for _ in range(4):
         groups.step()
-    groups.ask("again", [*LONG[:16], 9, 9], 1, temperature=0.0)  # a prefix hit
+    groups.submit("again", [*LONG[:16], 9, 9], 1, temperature=0.0)  # a prefix hit
     groups.finish()
     return groups
 
@@ -108,8 +108,8 @@ def test_stages_verify_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some draft tokens are right and some wrong; the stages drop the rejected ones."""
     wanted = samples(Groups, "llama").samples
     groups = StagedGroups(max_num_seqs=8, max_num_batched_tokens=24, pipeline_depth=3)
-    groups.ask("a", OTHERS["a"], 1, temperature=0.0)
-    groups.ask("r", PROMPT, 3)
+    groups.submit("a", OTHERS["a"], 1, temperature=0.0)
+    groups.submit("r", PROMPT, 3)
     num_accepted = 0
     while groups.core.has_work:
         if groups.core.num_in_flight == 0:

@@ -125,7 +125,8 @@ def compute(core: EngineCore, cpu: Cpu, prompts: Iterable[int]) -> tuple[list[Pl
 @pytest.mark.parametrize("first", [None, 16, 64, 256])
 @pytest.mark.parametrize("flops", [SLOW, FAST], ids=["slow", "fast"])
 def test_budget_converges_to_the_target_step_time(flops: float, first: int | None) -> None:
-    """It starts right when measured (None), and takes a few steps from a wrong start."""
+    """A measured first budget (None) is right from the start. A wrong one is corrected within a few
+    steps."""
     cpu = Cpu(FakeClock(), flops)
     measured = bounded_tokens(STEP_S * flops * THREADS / (2 * WEIGHTS))
     core = engine(cpu, first or measured)

@@ -22,7 +22,7 @@ def small(architecture: str = "llama", **settings: Any) -> Groups:
     pool = pool_bytes(folder, 17, 4)
     groups = Groups(architecture, kv_cache_memory_bytes=pool, watermark=0.0, **settings)
     for name, prompt in PROMPTS.items():
-        groups.ask(name, prompt, 1, temperature=0.0, max_tokens=LENGTH)
+        groups.submit(name, prompt, 1, temperature=0.0, max_tokens=LENGTH)
     return groups
 
 
@@ -89,7 +89,7 @@ def test_copy_and_prefill_rates_are_measured() -> None:
     groups = Groups(max_num_seqs=4)
     assert groups.core.scheduler.memory.rates.copy_bytes_per_s > 1e6
     assert groups.core.scheduler.memory.rates.prefill_tokens_per_s == 0.0
-    groups.ask("a", list(range(1, 50)), 1)
+    groups.submit("a", list(range(1, 50)), 1)
     groups.finish()
     assert groups.core.scheduler.memory.rates.prefill_tokens_per_s > 0.0
 
@@ -110,7 +110,7 @@ def test_swapped_requests_resume_before_new_ones_are_admitted() -> None:
     scheduler = groups.core.scheduler
     while not any(pool.num_used for pool in scheduler.memory.kv.host_pools):
         groups.step()
-    groups.ask("new", [1, 2, 3], 1, temperature=0.0, max_tokens=3)
+    groups.submit("new", [1, 2, 3], 1, temperature=0.0, max_tokens=3)
     while any(pool.num_used for pool in scheduler.memory.kv.host_pools):
         assert ("new", 0) not in groups.samples
         groups.step()

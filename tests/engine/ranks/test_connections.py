@@ -154,7 +154,7 @@ def test_core_must_prove_its_secret_too() -> None:
 
 
 def test_role_and_rank_are_part_of_the_proof() -> None:
-    """A man in the middle cannot change the rank number, and the secret is never sent."""
+    """An attacker in the middle cannot change the rank number, and the secret is never sent."""
     core, between_core = socket.socketpair()
     with core, between_core, socket.create_server(("127.0.0.1", 0)) as listener:
         errors: SimpleQueue[Exception] = SimpleQueue()

@@ -57,7 +57,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 # ---- answers ---------------------------------------------------------------------------------
 
 
-def test_a_block_is_found_only_if_all_ranks_have_their_part() -> None:
+def test_block_is_found_only_if_all_ranks_have_their_part() -> None:
     parts = [LookedUp(0, "r", [True, True], 7), LookedUp(0, "r", [True, False], 7)]
     assert combine(parts, 1) == LookedUp(0, "r", [True, False], 7)
     removed = [Removed(1, 3, [False]), Removed(1, 3, [True])]

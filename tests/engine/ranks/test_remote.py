@@ -30,7 +30,7 @@ Starters = list[LocalStarter]
 
 @pytest.fixture
 def starters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starters]:
-    """Run the ranks of engines with several by node agents; the list has their starters."""
+    """Run the ranks of multi-rank engines under node agents; yield the starters of the agents."""
     made: Starters = []
 
     def start(config: EngineConfig) -> Ranks | None:

@@ -53,7 +53,7 @@ def test_unrelated_prompts_spread_evenly() -> None:
     assert {load.total for load in loads} == {10 * weight(one)}
 
 
-def test_overloaded_core_passes_a_prompt_on_which_both_then_cache() -> None:
+def test_prompt_moves_off_an_overloaded_core_and_is_known_on_both() -> None:
     choice = CoreChoice(2, BLOCK_SIZE)
     assert choice.choose(request(prompt(1)), IDLE) == 0
     assert choice.choose(request(prompt(1)), {0: 600, 1: 0}) == 0  # core 0 has 400 tokens cached
