@@ -1,7 +1,7 @@
 """Ranks with integer weights, keys and values, and chunked prompts match one process, and their
 recordings replay.
 
-Each rank has whole groups of 32 inputs, so that all ranks round alike.
+Each rank has whole groups of 32 inputs, so that rounding is identical on all ranks.
 """
 
 from functools import cache
