@@ -1,4 +1,4 @@
-"""Requests with adapters get what the merged model answers, whatever else the engine does."""
+"""Requests with adapters get the tokens of the merged model, whatever else the engine does."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ ENABLED = {"enable_lora": True, "max_lora_rank": 256}
 
 @dataclass(frozen=True)
 class Files:
-    """A checkpoint, and adapters of it by rank."""
+    """A checkpoint and its adapters, by rank."""
 
     folder: Path
 
@@ -51,7 +51,7 @@ class Files:
 
     @property
     def adapters(self) -> list[LoRARequest | None]:
-        """One for each of PROMPTS; the first has none."""
+        """Return one adapter for each of PROMPTS; the first has none."""
         return [None, *map(self.adapter, RANKS)]
 
 
@@ -66,7 +66,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(folder)
 
 
-def opened(directory: Path, **settings: Any) -> LLM:
+def open_llm(directory: Path, **settings: Any) -> LLM:
     return LLM(str(directory), **(SETTINGS | settings))
 
 
@@ -75,10 +75,10 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 def from_merged(files: Files, params: SamplingParams, **settings: Any) -> list[list[list[int]]]:
-    """What each of PROMPTS gets from a model of its own."""
+    """Return the tokens of each of PROMPTS from a separate merged model."""
     found = []
     for prompt, rank in zip(PROMPTS, (None, *RANKS), strict=True):
-        with opened(files.base if rank is None else files.merged(rank), **settings) as llm:
+        with open_llm(files.base if rank is None else files.merged(rank), **settings) as llm:
             found += tokens_of(llm.generate([prompt], params, use_tqdm=False))
     return found
 
@@ -90,11 +90,11 @@ def greedy(files: Files) -> list[list[list[int]]]:
 
 @pytest.fixture
 def llm(files: Files) -> Iterator[LLM]:
-    with opened(files.base, **ENABLED) as llm:
+    with open_llm(files.base, **ENABLED) as llm:
         yield llm
 
 
-def test_adapters_of_all_ranks_in_one_batch(
+def test_batch_with_adapters_of_all_ranks_matches_merged_models(
     files: Files, llm: LLM, greedy: list[list[list[int]]]
 ) -> None:
     found = tokens_of(llm.generate(PROMPTS, GREEDY, False, lora_request=files.adapters))
@@ -102,8 +102,10 @@ def test_adapters_of_all_ranks_in_one_batch(
     assert len({str(each) for each in found}) == len(found)
 
 
-def test_hits_never_cross_adapters(files: Files, llm: LLM, greedy: list[list[list[int]]]) -> None:
-    """Each adapter computes the beginning that all prompts share by itself, and hits its own."""
+def test_prefix_hits_never_cross_adapters(
+    files: Files, llm: LLM, greedy: list[list[list[int]]]
+) -> None:
+    """Each adapter computes the shared prefix itself and later hits only its own blocks."""
     for prompt, adapter, expected in zip(PROMPTS, files.adapters, greedy, strict=True):
         for cached in (0, 8):
             [output] = llm.generate([prompt], GREEDY, False, lora_request=adapter)
@@ -112,11 +114,11 @@ def test_hits_never_cross_adapters(files: Files, llm: LLM, greedy: list[list[lis
             assert cached or not output.num_cached_tokens
 
 
-def test_a_pinned_prefix_is_computed_again_by_its_adapter(
+def test_pinned_prefix_is_recomputed_with_its_adapter(
     files: Files, greedy: list[list[list[int]]]
 ) -> None:
-    """After a reset of the cache, when another adapter has its slot."""
-    with opened(files.base, **ENABLED, max_loras=1) as llm:
+    """The cache was reset while another adapter had its slot."""
+    with open_llm(files.base, **ENABLED, max_loras=1) as llm:
         client, adapter = llm.engine.client, files.adapter(8)
         [maker] = llm.makers(adapter, 1)
         client.add(maker.make_pin(RenderedPrompt(SHARED), 0.0))
@@ -135,7 +137,7 @@ def test_a_pinned_prefix_is_computed_again_by_its_adapter(
 def test_adapters_wait_for_slots(
     files: Files, greedy: list[list[list[int]]], max_loras: int
 ) -> None:
-    with opened(files.base, **ENABLED, max_loras=max_loras) as llm:
+    with open_llm(files.base, **ENABLED, max_loras=max_loras) as llm:
         for _ in range(2):
             found = tokens_of(llm.generate(PROMPTS, GREEDY, False, lora_request=files.adapters))
             assert found == greedy
@@ -145,7 +147,7 @@ def test_preempted_requests_keep_their_adapters(
     files: Files, greedy: list[list[list[int]]]
 ) -> None:
     [prompts, adapters, expected] = [each * 3 for each in (PROMPTS, files.adapters, greedy)]
-    with opened(files.base, **ENABLED, kv_cache_memory_bytes=40_000) as llm:
+    with open_llm(files.base, **ENABLED, kv_cache_memory_bytes=40_000) as llm:
         llm.generate(prompts, GREEDY, False, lora_request=adapters)  # loads all adapters
         llm.reset_prefix_cache()
         events = list[Event]()
@@ -164,8 +166,10 @@ def test_preempted_requests_keep_their_adapters(
         SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=[3], logprobs=2),
     ],
 )
-def test_several_answers_of_a_prompt(files: Files, params: SamplingParams) -> None:
-    with opened(files.base, **ENABLED) as llm:
+def test_samples_beams_and_stop_tokens_match_merged_models(
+    files: Files, params: SamplingParams
+) -> None:
+    with open_llm(files.base, **ENABLED) as llm:
         found = tokens_of(llm.generate(PROMPTS, params, False, lora_request=files.adapters))
     assert found == from_merged(files, params)
 
@@ -182,31 +186,29 @@ def test_several_answers_of_a_prompt(files: Files, params: SamplingParams) -> No
     ],
     ids=["ngram", "suffix", "pipeline_depth", "chunks", "tensor_parallel"],
 )
-def test_settings_change_no_answer(
+def test_settings_do_not_change_tokens(
     files: Files, greedy: list[list[list[int]]], settings: dict[str, Any]
 ) -> None:
-    with opened(files.base, **ENABLED, **settings) as llm:
+    with open_llm(files.base, **ENABLED, **settings) as llm:
         found = tokens_of(llm.generate(PROMPTS, GREEDY, False, lora_request=files.adapters))
     assert found == greedy
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_base_weights(files: Files, quantization: str) -> None:
-    """The adapters' own numbers are not quantised; a row has the same bits alone."""
-    with opened(files.base, **ENABLED, quantization=quantization) as llm:
+def test_quantised_base_weights_keep_batch_invariance(files: Files, quantization: str) -> None:
+    """The adapters' weights are not quantised. A row has the same bits as alone."""
+    with open_llm(files.base, **ENABLED, quantization=quantization) as llm:
         found = tokens_of(llm.generate(PROMPTS, GREEDY, False, lora_request=files.adapters))
     alone = []
     for prompt, adapter in zip(PROMPTS, files.adapters, strict=True):
-        with opened(files.base, **ENABLED, quantization=quantization) as llm:
+        with open_llm(files.base, **ENABLED, quantization=quantization) as llm:
             alone += tokens_of(llm.generate([prompt], GREEDY, False, lora_request=adapter))
     assert found == alone
     assert len({str(each) for each in found}) == len(found)
 
 
-def test_an_adapter_that_cannot_be_used_is_an_error_of_its_request(
-    files: Files, llm: LLM, tmp_path: Path
-) -> None:
+def test_unusable_adapter_fails_only_its_request(files: Files, llm: LLM, tmp_path: Path) -> None:
     wrong = write_adapter(tmp_path / "wrong", {"model.layers.0.self_attn.q_proj": (8, 8)})
     given = [None, LoRARequest("wrong", 1, str(wrong))]
     good, bad = llm.generate(PROMPTS[:2], GREEDY, False, lora_request=given)
@@ -218,7 +220,7 @@ def test_an_adapter_that_cannot_be_used_is_an_error_of_its_request(
         llm.generate(PROMPTS[:1], GREEDY, False, lora_request=LoRARequest("x", 1, str(tmp_path)))
 
 
-def test_files_that_change_become_another_adapter(
+def test_changed_adapter_files_are_loaded_as_a_new_adapter(
     files: Files, llm: LLM, tmp_path: Path, greedy: list[list[list[int]]]
 ) -> None:
     shapes = safetensors_shapes(weight_files(files.base))
@@ -231,13 +233,13 @@ def test_files_that_change_become_another_adapter(
     assert found[1] == greedy[2] != found[0]
 
 
-def test_an_engine_without_adapters_refuses_them(files: Files) -> None:
-    with opened(files.base) as llm, pytest.raises(RequestError, match="enable_lora=True"):
+def test_engine_without_adapters_rejects_them(files: Files) -> None:
+    with open_llm(files.base) as llm, pytest.raises(RequestError, match="enable_lora=True"):
         llm.generate(PROMPTS[:1], GREEDY, False, lora_request=files.adapter(8))
 
 
-def test_a_recording_with_adapters_is_replayed_without_them(files: Files, tmp_path: Path) -> None:
-    with opened(files.base, **ENABLED, record=str(tmp_path / "recording")) as llm:
+def test_recording_with_adapters_replays_without_them(files: Files, tmp_path: Path) -> None:
+    with open_llm(files.base, **ENABLED, record=str(tmp_path / "recording")) as llm:
         llm.generate(PROMPTS, GREEDY, False, lora_request=files.adapters)
     outcome = replay_all(read_recording(tmp_path / "recording"))
     assert outcome.difference is None and outcome.num_requests == len(PROMPTS)

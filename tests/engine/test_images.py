@@ -1,4 +1,4 @@
-"""Images through the whole engine, in float64: transformers' tokens and log-probabilities.
+"""Images through the whole engine in float64 give transformers' tokens and log-probabilities.
 
 Each family runs on a tiny checkpoint with images of odd sizes. Settings cut images into chunks,
 preempt rows, leave the encoder cache too small, draft tokens, and divide the model among ranks.
@@ -39,7 +39,7 @@ FAMILIES = [
 ]
 QUICK_WAYS = [(QUICK, way) for way in ("odd chunks", "recomputed", "drafts")]
 FORM = "[d-h]{3}[0-9]{2}"
-MAX_STARTS = 6  # lengths of a prompt that are tried; the work grows with the square of their number
+MAX_STARTS = 6  # prefix lengths per prompt; the work is quadratic in their number
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Images]
         for way in WAYS
     ],
 )
-def test_answers_are_those_of_transformers(
-    written: Callable[[str], Images], family: str, way: str
-) -> None:
+def test_tokens_match_transformers(written: Callable[[str], Images], family: str, way: str) -> None:
     check(written(family), way)
     assert read_results()[family][way] == YES, "run python -m tests.models.image_matrix"
 
@@ -80,7 +78,7 @@ def test_answers_are_those_of_transformers(
         ),
     ],
 )
-def test_hits_of_every_length_after_aborts(
+def test_prefix_hits_of_every_length_after_aborts_match(
     written: Callable[[str], Images], family: str, chunk: int
 ) -> None:
     """A request is aborted after each number of steps; the next one begins with its blocks."""
@@ -104,7 +102,9 @@ def test_hits_of_every_length_after_aborts(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_pictures_are_no_hits(written: Callable[[str], Images], family: str) -> None:
+def test_different_images_are_not_prefix_hits(
+    written: Callable[[str], Images], family: str
+) -> None:
     images = written(family)
     prompt = images.prompts[1]
     with images.open() as llm:
@@ -116,19 +116,21 @@ def test_other_pictures_are_no_hits(written: Callable[[str], Images], family: st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_samples_and_grammars(written: Callable[[str], Images], family: str) -> None:
+def test_scores_samples_and_grammars_work_with_images(
+    written: Callable[[str], Images], family: str
+) -> None:
     images = written(family)
     prompt = images.prompts[2]
     form = StructuredOutputsParams(regex=FORM)
     common: dict[str, Any] = {"max_tokens": NUM_TOKENS, "logprobs": 0, "seed": 3}
     common["logit_bias"] = dict.fromkeys(range(IMAGE_TOKEN, VOCAB_SIZE), -100.0)
-    asked = [
+    all_params = [
         SamplingParams(n=3, ignore_eos=True, prompt_logprobs=0, **common),
         SamplingParams(structured_outputs=form, **common),
     ]
     room = images.few_blocks + 8  # three samples, and another request
     with images.open(room, max_num_batched_tokens=13) as llm:
-        made = [images.request(llm, prompt, params) for params in asked]
+        made = [images.request(llm, prompt, params) for params in all_params]
         several, formed = finished(llm, made)
         with pytest.raises(RequestError, match="beam search does not accept images"):
             images.request(llm, prompt, SamplingParams(use_beam_search=True, n=2, temperature=0))

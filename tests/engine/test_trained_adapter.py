@@ -1,4 +1,4 @@
-"""The adapter of the demo model learns its form, and the engine answers with it."""
+"""The demo model's adapter learns its output format, and the engine applies it."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ STEPS = 22
 
 
 @pytest.mark.slow
-def test_the_loss_falls_and_answers_have_the_form(tmp_path: Path) -> None:
+def test_loss_falls_and_outputs_have_the_trained_format(tmp_path: Path) -> None:
     losses = main(["--folder", str(tmp_path), "--steps", str(STEPS)])
     assert len(losses) == STEPS and sum(losses[-5:]) < 0.3 * sum(losses[:5])
     params = SamplingParams(temperature=0, max_tokens=48)

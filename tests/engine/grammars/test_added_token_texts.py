@@ -18,14 +18,14 @@ from tests.support.render.tiny_tokenizers import byte_level, gemma, llama, token
 FAMILIES = ["demo", "byte_level", "llama", "gemma"]
 
 
-def the(family: str) -> Tokenizer:
+def load_tokenizer(family: str) -> Tokenizer:
     if family == "demo":
         return Tokenizer.from_directory(Path("src/quire/demo"))
     return tokenizer(family)
 
 
 def forms(text: str) -> dict[str, tuple[StructuredOutputsParams, str]]:
-    """Return forms that leave one answer, which holds this text, and that answer."""
+    """Return constraints that allow only one output, which contains this text, and that output."""
     closed = {"type": "object", "additionalProperties": False}
     keyed = closed | {"properties": {text: {"const": 1}}, "required": [text]}
     compact = {"disable_any_whitespace": True}
@@ -50,7 +50,7 @@ def _escaped(text: str) -> str:
 
 
 def written(vocabulary: Vocabulary, grammar: str, use_forced: bool) -> list[int]:
-    """Return the tokens of an answer: the forced ones, or the first that each mask allows."""
+    """Return the tokens of an output: the forced ones, or the first that each mask allows."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0)
@@ -66,13 +66,15 @@ def written(vocabulary: Vocabulary, grammar: str, use_forced: bool) -> list[int]
                 return found
             assert matcher.consume_token(token_id), matcher.get_error()
             found.append(token_id)
-    raise AssertionError("the answer never ends")
+    raise AssertionError("the output never ends")
 
 
 @pytest.mark.parametrize("use_forced", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_added_token_as_text(family: str, use_forced: bool) -> None:
-    ours = the(family)
+def test_text_of_each_added_token_is_spelled_with_ordinary_tokens(
+    family: str, use_forced: bool
+) -> None:
+    ours = load_tokenizer(family)
     added = {text: token_id for token_id, text in ours.added_tokens.items()}
     vocabulary = make_vocabulary(ours, ours.vocab_size + 45, [1, 2])
     for text in added:
@@ -87,8 +89,11 @@ WORDS = ["ü", "é", "<table>", "[INST]", "  ", "the", "jumps over"]
 
 @pytest.mark.parametrize("use_forced", [True, False])
 @pytest.mark.parametrize("make", [byte_level, llama, gemma])
-def test_added_words_as_text(make: Callable[[], Any], use_forced: bool, tmp_path: Path) -> None:
-    """Tokens that are not special may stand for their text; our decoding says for which."""
+def test_text_of_added_words_is_spelled_with_ordinary_tokens(
+    make: Callable[[], Any], use_forced: bool, tmp_path: Path
+) -> None:
+    """Tokens that are not special may represent their text, and our decoding determines for which
+    words."""
     backend = make()
     backend.add_tokens([AddedToken(word, lstrip=True, rstrip=True) for word in WORDS])
     backend.save(str(tmp_path / "tokenizer.json"))

@@ -1,8 +1,8 @@
-"""The tokens that a grammar allows, against two oracles without llguidance. These are derivatives
-of regular expressions, and all values of a small world that `jsonschema` finds valid.
+"""The tokens that a grammar allows, against two oracles without llguidance.
 
-Where a grammar allows a single text, masks hold only its canonical token; elsewhere they equal the
-oracle's.
+The oracles are derivatives of regular expressions, and all values of a small set that `jsonschema`
+finds valid. Where a grammar allows a single text, masks hold only its canonical token; elsewhere
+they equal the oracle's.
 """
 
 import json
@@ -32,7 +32,7 @@ FEW = settings(max_examples=12, deadline=None, suppress_health_check=list(Health
 
 @dataclass(frozen=True)
 class Model:
-    """A vocabulary of bytes and of random words of them. texts: the bytes of each token."""
+    """A vocabulary of bytes and random words made of them. texts: the bytes of each token."""
 
     vocabulary: Vocabulary
     texts: list[bytes]
@@ -65,7 +65,7 @@ def model(seed: int) -> Model:
 
 
 def _shown(text: bytes) -> str:
-    """How byte-level vocabularies write bytes."""
+    """Return the characters that byte-level vocabularies write for these bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in plain]
     return "".join(chr(v if v in plain else 256 + others.index(v)) for v in text)
@@ -79,9 +79,9 @@ def walk(
     num_next: Callable[[bytes], int],
     seed: int,
 ) -> None:
-    """Go on at random, a few times, and compare at each step. allowed: whether an answer begins
-    with these bytes and those; ends: whether it may end; num_next: how many next bytes there may
-    be."""
+    """Generate at random, a few times, and compare at each step. allowed: whether an output can
+    begin with both byte strings; ends: whether it can end here; num_next: the number of possible
+    next bytes."""
     first = LLMatcher(made.vocabulary.tokens, grammar, log_level=0)
     assert not first.is_error(), first.get_error()
     rng = random.Random(seed)
@@ -106,10 +106,10 @@ def walk(
 
 # ---- regular expressions ---------------------------------------------------------------------
 
-# A set of bytes, ("empty",), ("seq", a, b), ("alt", a, b), or ("many", a, least, most).
+# A set of bytes, ("empty",), ("seq", a, b), ("alt", a, b), or ("many", a, low, high).
 Regex = Any
-# What remains to be written is one of several expressions: Antimirov's partial derivatives (1996).
-# There are about as many as an expression has letters, however long the text is.
+# The rest of a text matches one of several expressions: Antimirov's partial derivatives (1996).
+# Their number is about that of an expression's letters, however long the text is.
 Rest = frozenset[Regex]
 EMPTY: Regex = ("empty",)
 
@@ -134,7 +134,7 @@ def nullable(r: Regex) -> bool:
 
 @cache
 def partials(r: Regex, byte: int) -> Rest:
-    """Return expressions for the rests of its texts that begin with this byte."""
+    """Return expressions for what may follow this byte in the texts of `r`."""
     if isinstance(r, frozenset):
         return frozenset([EMPTY] if byte in r else [])
     match r[0]:
@@ -145,8 +145,8 @@ def partials(r: Regex, byte: int) -> Rest:
             return found | partials(r[2], byte) if nullable(r[1]) else found
         case "alt":
             return partials(r[1], byte) | partials(r[2], byte)
-    _, inner, least, most = r
-    rest = ("many", inner, max(0, least - 1), None if most is None else most - 1)
+    _, inner, low, high = r
+    rest = ("many", inner, max(0, low - 1), None if high is None else high - 1)
     return frozenset(seq(each, EMPTY if rest[3] == 0 else rest) for each in partials(inner, byte))
 
 
@@ -157,7 +157,7 @@ def after(rest: Rest, text: bytes) -> Rest:
     return rest
 
 
-# (pattern as text, the same as data)
+# (the pattern as text, the same pattern as data)
 def leaves() -> st.SearchStrategy[tuple[str, Regex]]:
     chars = [(c, frozenset(c.encode())) for c in "abcdex01"]
     sets = [("[a-d]", frozenset(b"abcd")), ("[0-9]", frozenset(b"0123456789"))]
@@ -179,7 +179,9 @@ def grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @FEW
 @given(regex=st.recursive(leaves(), grown, max_leaves=8), seed=st.integers(0, 7))
-def test_regular_expressions(regex: tuple[str, Regex], seed: int) -> None:
+def test_masks_of_regular_expressions_match_their_derivatives(
+    regex: tuple[str, Regex], seed: int
+) -> None:
     pattern, data = regex
     whole = frozenset([data])
     walk(
@@ -232,7 +234,7 @@ def flat() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def language(schema: dict[str, Any]) -> set[bytes]:
-    """All texts of valid values, as they are written without white space."""
+    """Return the texts of all valid values, written without white space."""
     check = jsonschema.Draft202012Validator(schema)
     valid = [value for value in FLAT if check.is_valid(value)]
     return {
@@ -242,7 +244,7 @@ def language(schema: dict[str, Any]) -> set[bytes]:
 
 @FEW
 @given(parts=st.lists(flat(), min_size=1, max_size=2), seed=st.integers(0, 7))
-def test_schemas(parts: list[dict[str, Any]], seed: int) -> None:
+def test_masks_of_schemas_match_the_valid_values(parts: list[dict[str, Any]], seed: int) -> None:
     schema = parts[0] if len(parts) == 1 else {"anyOf": parts}
     texts = language(schema)
     assert texts

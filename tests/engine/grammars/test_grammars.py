@@ -1,8 +1,8 @@
-"""Requests with a grammar: each answer is one that a separate matcher allows, whatever the engine
-does.
+"""Each output of a request with a grammar is one that a separate matcher allows, whatever the
+engine does.
 
 The fake device chooses among the allowed tokens by all earlier tokens. So a wrong mask, or one of
-another position or row, changes the answer.
+another position or row, changes the output.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ JSON = lark('%json {"type": "object", "properties": {"a": {"type": "boolean"}}, 
 WORDS = lark("/[a-d]{3,20}/")
 NUMBERS = lark("/[0-9]+(,[0-9]+)*/")
 BUDGET = "%llguidance {}\nstart: thought /[0-9]{2,9}/\nthought[max_tokens=5]: /[a-f]*/\n"
-WAYS = [
+PIPELINES = [
     (1, False),
     *(pytest.param(depth, True, marks=pytest.mark.slow) for depth in (1, 2)),
     (3, True),
@@ -52,9 +52,10 @@ SWAP = {"preemption_mode": "swap"}
 RECOMPUTE = {"preemption_mode": "recompute"}
 
 
-@pytest.mark.parametrize(("depth", "is_threaded"), WAYS)
-def test_answers_are_a_matchers_own(depth: int, is_threaded: bool) -> None:
-    """Also of samples, beams, budgets of tokens, and beside requests without a grammar."""
+@pytest.mark.parametrize(("depth", "is_threaded"), PIPELINES)
+def test_outputs_follow_their_grammars(depth: int, is_threaded: bool) -> None:
+    """This includes parallel samples, beams, token budgets, and batches with requests without a
+    grammar."""
     bench = GuidedBench(depth, is_threaded)
     for i, grammar in enumerate([JSON, WORDS, "", JSON, BUDGET, WORDS, ""]):
         bench.add(str(i), grammar, 5 + i, max_tokens=25)
@@ -69,8 +70,8 @@ def test_answers_are_a_matchers_own(depth: int, is_threaded: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [SWAP, RECOMPUTE])
-@pytest.mark.parametrize(("depth", "is_threaded"), WAYS)
-def test_those_that_give_way_go_on_as_if_they_had_not(
+@pytest.mark.parametrize(("depth", "is_threaded"), PIPELINES)
+def test_preemption_does_not_change_outputs(
     depth: int, is_threaded: bool, mode: dict[str, Any]
 ) -> None:
     bench = GuidedBench(depth, is_threaded, num_blocks=14, **mode)
@@ -86,8 +87,8 @@ def test_those_that_give_way_go_on_as_if_they_had_not(
     bench.core.close()
 
 
-@pytest.mark.parametrize(("depth", "is_threaded"), WAYS)
-def test_a_step_that_fails_costs_only_the_guilty(depth: int, is_threaded: bool) -> None:
+@pytest.mark.parametrize(("depth", "is_threaded"), PIPELINES)
+def test_failing_step_fails_only_the_guilty_request(depth: int, is_threaded: bool) -> None:
     bench = GuidedBench(depth, is_threaded)
     for i, grammar in enumerate([WORDS, NUMBERS, WORDS, "", WORDS]):
         bench.add(str(i), grammar, 6, max_tokens=20)
@@ -99,8 +100,8 @@ def test_a_step_that_fails_costs_only_the_guilty(depth: int, is_threaded: bool) 
     bench.core.close()
 
 
-@pytest.mark.parametrize(("depth", "is_threaded"), WAYS)
-def test_it_can_end_while_steps_wait_for_masks(depth: int, is_threaded: bool) -> None:
+@pytest.mark.parametrize(("depth", "is_threaded"), PIPELINES)
+def test_engine_can_close_while_steps_wait_for_masks(depth: int, is_threaded: bool) -> None:
     bench = GuidedBench(depth, is_threaded)
     for i in range(4):
         bench.add(str(i), WORDS, max_tokens=20)
@@ -108,7 +109,7 @@ def test_it_can_end_while_steps_wait_for_masks(depth: int, is_threaded: bool) ->
         bench.step()
     while bench.core.plan() is not None and bench.core.num_in_flight < depth:
         pass
-    time.sleep(0.1)  # the second step waits for what only the first one's result would allow
+    time.sleep(0.1)  # the second step waits for masks that need the first one's result
     begun = time.monotonic()
     bench.core.close()
     assert time.monotonic() - begun < 4.0
@@ -116,7 +117,7 @@ def test_it_can_end_while_steps_wait_for_masks(depth: int, is_threaded: bool) ->
         assert thread is not None and not thread._thread.is_alive()
 
 
-def test_a_bad_grammar_ends_its_request_alone() -> None:
+def test_invalid_grammar_fails_only_its_request() -> None:
     bench = GuidedBench(2, is_threaded=True)
     bench.add("bad", lark("((("))
     bench.add("good", WORDS, max_tokens=9)
@@ -128,7 +129,7 @@ def test_a_bad_grammar_ends_its_request_alone() -> None:
     bench.core.close()
 
 
-def test_a_grammar_that_meets_a_limit_on_its_way_ends_its_request_alone(monkeypatch: Any) -> None:
+def test_grammar_that_reaches_a_limit_fails_only_its_request(monkeypatch: Any) -> None:
     monkeypatch.setattr(grammar_compiler, "MAX_LEXER_STATES", 40)
     bench = GuidedBench()
     bench.add("long", lark("/[a-d]{60}/"), max_tokens=30)
@@ -146,23 +147,23 @@ def test_a_grammar_that_meets_a_limit_on_its_way_ends_its_request_alone(monkeypa
 
 
 def limit_matchers(monkeypatch: Any, limits: dict[str, int]) -> None:
-    """Give matchers these limits of llguidance, too."""
+    """Give all matchers these additional limits of llguidance."""
     make = llguidance.LLParserLimits
-    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **most: make(**most, **limits))
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **rest: make(**rest, **limits))
 
 
 @pytest.mark.parametrize(
-    ("limit", "most", "start"),
+    ("limit", "max_value", "start"),
     [
         ("max_items_in_row", 90, 's\ns: s s s | s s | "a" | "b"'),
         ("step_max_items", 60, 's\ns: s s | "a" | "b" | "c"'),
     ],
 )
-def test_a_text_that_meets_a_limit_is_not_gone_through_again(
-    limit: str, most: int, start: str, monkeypatch: Any
+def test_text_that_reaches_a_limit_is_not_matched_again(
+    limit: str, max_value: int, start: str, monkeypatch: Any
 ) -> None:
-    """Each matcher would meet the limit there, after a time for which the step waits."""
-    limit_matchers(monkeypatch, {limit: most})
+    """Each new matcher would reach the same limit, after a time for which the step waits."""
+    limit_matchers(monkeypatch, {limit: max_value})
     compiled, compile_it = [], grammar_compiler.compiled
     monkeypatch.setattr(
         grammar_compiler, "compiled", lambda *args: compiled.append(1) or compile_it(*args)
@@ -181,7 +182,7 @@ def test_a_text_that_meets_a_limit_is_not_gone_through_again(
     bench.assert_exact()
 
 
-def test_a_draft_that_meets_a_limit_costs_the_text_before_it_nothing(monkeypatch: Any) -> None:
+def test_limit_reached_in_a_draft_does_not_break_the_text_before_it(monkeypatch: Any) -> None:
     limit_matchers(monkeypatch, {"max_items_in_row": 30})
     request = make_request("r", [1], grammar=lark('s\ns: s s | "a"'))
     guided = Guided(request, grammar_compiler.compiled(vocabulary(), request.grammar))
@@ -194,8 +195,8 @@ def test_a_draft_that_meets_a_limit_costs_the_text_before_it_nothing(monkeypatch
     assert not follower.matcher.is_error() and follower.matcher.compute_bitmask()
 
 
-def test_what_others_have_found_out_costs_nobody_an_answer(monkeypatch: Any) -> None:
-    """Copies of a matcher share its states, of which there is a limit."""
+def test_shared_matcher_states_fail_no_request(monkeypatch: Any) -> None:
+    """Copies of a matcher share its states, whose number is limited."""
     compiled, compile_it = [], grammar_compiler.compiled
     monkeypatch.setattr(grammar_compiler, "MAX_LEXER_STATES", 120)
     monkeypatch.setattr(
@@ -205,13 +206,13 @@ def test_what_others_have_found_out_costs_nobody_an_answer(monkeypatch: Any) -> 
     for i in range(6):
         bench.add(str(i), lark("/(a|b)*a(a|b){12}/"), max_tokens=24)
     bench.finish()
-    assert len(compiled) > 1, "nobody has met the limit"
+    assert len(compiled) > 1, "no request reached the limit"
     assert all(reason_of(end) != "error" for end in bench.ends.values())
     monkeypatch.undo()
     bench.assert_exact()
 
 
-def test_it_ends_where_nothing_else_is_allowed_although_ends_are_to_be_ignored() -> None:
+def test_ignore_eos_still_ends_where_nothing_else_is_allowed() -> None:
     bench = GuidedBench()
     bench.add("0", lark("/[ab]{1,7}/"), ignore_eos=True, max_tokens=20)
     bench.finish()
@@ -220,8 +221,8 @@ def test_it_ends_where_nothing_else_is_allowed_although_ends_are_to_be_ignored()
     assert reason_of(bench.ends["0", 0]) == "stop"
 
 
-def test_others_go_on_while_a_grammar_is_compiled() -> None:
-    """A request may also end then, and another one take its id; or come too late."""
+def test_other_requests_run_while_a_grammar_compiles() -> None:
+    """Meanwhile a request may also be aborted and its id reused, or time out."""
     bench = GuidedBench(2, is_threaded=True)
     gate = threading.Event()
     make = bench._make
@@ -251,7 +252,7 @@ def test_others_go_on_while_a_grammar_is_compiled() -> None:
     bench.core.close()
 
 
-def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+def test_no_matcher_is_kept_for_ended_requests() -> None:
     bench = GuidedBench()
     for i in range(40):
         bench.add(str(i), lark(f"/[a-d]{{{1 + i}}}/"), max_tokens=3)
@@ -261,8 +262,8 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert not [o for o in gc.get_objects() if type(o) in (Guided, Follower)]
 
 
-def test_a_panic_while_a_grammar_is_compiled_ends_its_request_alone(monkeypatch: Any) -> None:
-    """What Python gets of one is no Exception; the thread goes on."""
+def test_panic_in_grammar_compilation_fails_only_its_request(monkeypatch: Any) -> None:
+    """A Rust panic reaches Python as a BaseException. The compiling thread survives it."""
 
     class Panic(BaseException):
         pass
@@ -288,7 +289,7 @@ def test_a_panic_while_a_grammar_is_compiled_ends_its_request_alone(monkeypatch:
     bench.core.close()
 
 
-def test_a_model_that_takes_no_grammar_says_why() -> None:
+def test_model_without_grammar_support_reports_the_reason() -> None:
     bench = GuidedBench()
 
     def cannot():
@@ -305,8 +306,11 @@ def test_a_model_that_takes_no_grammar_says_why() -> None:
 
 
 @pytest.mark.parametrize("keeps_tokens", [False, True])
-def test_a_replay_needs_no_library(tmp_path: Path, keeps_tokens: bool, monkeypatch: Any) -> None:
-    """From the start, and from a snapshot while a grammar is waited for."""
+def test_replay_does_not_need_llguidance(
+    tmp_path: Path, keeps_tokens: bool, monkeypatch: Any
+) -> None:
+    """Replay starts at the beginning, and at a snapshot taken while a request waits for its
+    grammar."""
     bench = GuidedBench(2, is_threaded=True)
     recorder = Recorder(bench.scheduler, tmp_path, 1 << 20, keeps_tokens)
     bench.core.attach(recorder)
@@ -324,8 +328,8 @@ def test_a_replay_needs_no_library(tmp_path: Path, keeps_tokens: bool, monkeypat
     assert outcome.difference is None and outcome.num_steps > 10
 
 
-class Alone:
-    """What a plan's masks say, taken apart."""
+class PlanLog:
+    """Collects the submitted plans with their masks."""
 
     def __init__(self, bench: GuidedBench) -> None:
         self.plans: list[tuple[Plan, MaskPromise | None]] = []
@@ -338,9 +342,9 @@ class Alone:
         bench.core.executor.submit = seen  # type: ignore[method-assign]
 
 
-def test_padding_is_never_allowed_and_a_plan_without_grammars_has_no_masks() -> None:
+def test_masks_exclude_padding_and_exist_only_for_grammars() -> None:
     bench = GuidedBench()
-    seen = Alone(bench)
+    seen = PlanLog(bench)
     bench.add("plain", "", max_tokens=3)
     bench.finish()
     assert all(masks is None and not len(plan.masked_rows) for plan, masks in seen.plans)
@@ -356,9 +360,9 @@ def test_padding_is_never_allowed_and_a_plan_without_grammars_has_no_masks() -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_models_answers_have_their_form(depth: int) -> None:
-    """By the real executor and runner: at a high temperature, in samples, and as beams, which write
-    white space until max_tokens where nothing bounds it."""
+def test_real_model_outputs_follow_the_schema(depth: int) -> None:
+    """Run by the real executor and runner, at a high temperature, as samples and as beams. Beams
+    write white space until max_tokens where the schema sets no bound."""
     engine = build_engine(config_from_flat(model="demo", pipeline_depth=depth, max_model_len=256))
     schema = {
         "type": "object",
@@ -391,7 +395,7 @@ def test_a_models_answers_have_their_form(depth: int) -> None:
     engine.client.close()
 
 
-def test_a_timeline_says_that_a_grammar_was_waited_for() -> None:
+def test_timeline_reports_the_wait_for_a_grammar() -> None:
     bench = GuidedBench()
     lines = Timelines.of(bench.core.view(), bench.core.requests())
     bench.core.subscribe(lines)
@@ -399,12 +403,12 @@ def test_a_timeline_says_that_a_grammar_was_waited_for() -> None:
     bench.core.publish()
     assert "is still waiting for its grammar" in lines.text("0")
     bench.finish()
-    told = json.loads(lines.text("0"))
-    assert told["grammar_ms"] is not None
-    assert "the first 0.0 ms for its grammar" in " ".join(told["in_words"])
+    timeline = json.loads(lines.text("0"))
+    assert timeline["grammar_ms"] is not None
+    assert "the first 0.0 ms for its grammar" in " ".join(timeline["in_words"])
 
 
-def test_a_late_word_of_a_grammar_is_no_harm() -> None:
+def test_late_or_unexpected_grammar_ready_messages_are_ignored() -> None:
     bench = GuidedBench()
     bench.core.control(GrammarReady("nobody"))
     bench.core.control(GrammarReady("nobody", "bad"))

@@ -1,4 +1,4 @@
-"""A matcher that runs ahead of its sequence: drafts of forced and of proposed tokens."""
+"""A matcher that runs ahead of its sequence drafts forced tokens and proposed tokens."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ def text_of(draft: GuidedDraft) -> str:
     return vocabulary().tokens.decode_str(draft.token_ids)
 
 
-def test_proposed_tokens_stand_between_forced_ones() -> None:
+def test_draft_alternates_forced_and_proposed_tokens() -> None:
     seen = list[Sequence[int]]()
 
     def propose(ahead: Sequence[int]) -> list[int]:
@@ -47,7 +47,7 @@ def test_proposed_tokens_stand_between_forced_ones() -> None:
     assert seen[:2] == [ids_of("ab"), [*ids_of("ab"), *ids_of("7"), *ids_of("true")]]
 
 
-def test_a_proposal_is_followed_as_long_as_the_forced_tokens_agree() -> None:
+def test_proposal_is_reused_while_forced_tokens_agree() -> None:
     calls = list[int]()
     ahead = ids_of("7") + ids_of("true") + ids_of("8")
 
@@ -56,21 +56,21 @@ def test_a_proposal_is_followed_as_long_as_the_forced_tokens_agree() -> None:
         return ahead
 
     assert text_of(guided_draft(follower(), propose, LIMITS, [END])).startswith("ab7true8")
-    assert len(calls) <= 2, "the second call is for what follows the last digit"
+    assert len(calls) <= 2, "only the end of the proposal may need a second call"
 
 
 @pytest.mark.parametrize("num", range(8))
-def test_a_draft_has_at_most_so_many_tokens(num: int) -> None:
+def test_draft_length_is_limited(num: int) -> None:
     draft = guided_draft(follower(), lambda _: ids_of("7"), DraftLimits(num, num), [END])
     assert len(draft.token_ids) == len(draft.is_forced) <= num
 
 
-def test_forced_tokens_do_not_count_as_proposed_ones() -> None:
+def test_forced_tokens_do_not_count_as_proposed() -> None:
     draft = guided_draft(follower(), lambda _: ids_of("7"), DraftLimits(32, 1), [END])
     assert text_of(draft) == "ab7true"
 
 
-def test_a_forbidden_token_ends_the_draft_and_so_does_an_end() -> None:
+def test_forbidden_or_end_token_ends_the_draft() -> None:
     assert text_of(guided_draft(follower(), lambda _: ids_of("c"), LIMITS, [END])) == "ab"
     proposals = {2: ids_of("7")}
 
@@ -83,7 +83,7 @@ def test_a_forbidden_token_ends_the_draft_and_so_does_an_end() -> None:
     assert guided_draft(made, propose, LIMITS, [END]) == ([END], [False])
 
 
-def test_the_next_use_moves_the_matcher_back() -> None:
+def test_matcher_rolls_back_after_a_draft() -> None:
     made, known = follower(), np.array(ids_of("ab"), np.int32)
     made.go_to(known)
     first = guided_draft(made, lambda _: ids_of("7"), LIMITS, [END])
@@ -92,7 +92,7 @@ def test_the_next_use_moves_the_matcher_back() -> None:
     assert not made.matcher.is_error()
 
 
-def test_which_tokens_are_forced_is_known_for_the_same_tokens_only() -> None:
+def test_forced_flags_are_valid_only_for_the_drafted_tokens() -> None:
     guided, known = Guided(make_request("0", [1])), np.array([1, 2], np.int32)
     assert guided.forced(0, known, (5,)) == ()
     guided.drafts[0] = known, GuidedDraft([5, 6], [True, False])

@@ -18,13 +18,13 @@ from tests.support.scheduler.fake_device import make_request
 DEMO = Path("src/quire/demo")
 
 
-def the(family: str) -> Tokenizer:
+def load_tokenizer(family: str) -> Tokenizer:
     return Tokenizer.from_directory(DEMO) if family == "demo" else tokenizer(family)
 
 
 @pytest.mark.parametrize("family", ["demo", "byte_level", "llama", "gemma"])
-def test_the_bytes_of_every_token(family: str) -> None:
-    ours = the(family)
+def test_bytes_of_every_token_agree(family: str) -> None:
+    ours = load_tokenizer(family)
     vocabulary = make_vocabulary(ours, ours.vocab_size + 45, [1, 2])
     assert vocabulary.tokens.eos_tokens == [1, 2]
     assert ours.pieces is not None
@@ -39,11 +39,11 @@ def test_the_bytes_of_every_token(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["demo", "byte_level", "llama", "gemma"])
-def test_what_is_allowed_is_what_a_text_may_go_on_with(family: str) -> None:
-    """By brute force over all tokens, also where several have the same bytes."""
+def test_mask_allows_exactly_the_tokens_that_may_begin_the_text(family: str) -> None:
+    """Checked by brute force over all tokens, including tokens with equal bytes."""
     from llguidance import LLMatcher
 
-    ours = the(family)
+    ours = load_tokenizer(family)
     size = ours.vocab_size + 45
     vocabulary = make_vocabulary(ours, size, [1, 2])
     matcher = LLMatcher(vocabulary.tokens, "%llguidance {}\nstart: /[a-t]{0,3}( [a-z]{2})?é?/\n")
@@ -60,7 +60,8 @@ def test_what_is_allowed_is_what_a_text_may_go_on_with(family: str) -> None:
 
 
 def _may_begin(data: bytes) -> bool:
-    """Whether this may begin a text of up to three letters, a space and two, and an accent."""
+    """Return whether a text of up to three letters, a space and two letters, and an accent may
+    begin with these bytes."""
     low, high = b"abcdefghijklmnopqrst", b"abcdefghijklmnopqrstuvwxyz"
     ends = {(0, 0)}  # (part, letters of it)
     for byte in data:
@@ -80,9 +81,9 @@ def _may_begin(data: bytes) -> bool:
     return bool(ends)
 
 
-def test_a_tokenizer_may_know_more_tokens_than_the_model() -> None:
-    """Those are never allowed, and the others as ever."""
-    ours = the("demo")
+def test_tokenizer_may_have_more_tokens_than_the_model() -> None:
+    """The additional tokens are never allowed."""
+    ours = load_tokenizer("demo")
     size = ours.vocab_size - 37
     grammars = Grammars(lambda: make_vocabulary(ours, size, [2]), size, 1, lambda: None)
     request = make_request("0", [1], grammar="%llguidance {}\nstart: /[a-z]+/\n")
@@ -101,14 +102,14 @@ def test_a_tokenizer_may_know_more_tokens_than_the_model() -> None:
     grammars.close()
 
 
-def test_a_model_without_what_grammars_need_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_of_grammars_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         make_vocabulary(None, 100, [1])
     with pytest.raises(ConfigError, match="needs an end token"):
-        make_vocabulary(the("demo"), 2000, [])
-    for family in ("wordpiece", "metaspace"):  # no model that writes text has these
+        make_vocabulary(load_tokenizer("demo"), 2000, [])
+    for family in ("wordpiece", "metaspace"):  # no generative model has these
         with pytest.raises(ConfigError, match="llguidance cannot read"):
-            make_vocabulary(the(family), 2000, [1])
+            make_vocabulary(load_tokenizer(family), 2000, [1])
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(MissingDependency, match="pip install llguidance"):
-        make_vocabulary(the("demo"), 2000, [1])
+        make_vocabulary(load_tokenizer("demo"), 2000, [1])

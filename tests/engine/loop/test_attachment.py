@@ -1,7 +1,6 @@
-"""Attachments: when they are called, in which order, and what happens if they fail. Covers
-`engine/loop/attachment.py` and `engine/loop/front.py`.
+"""Attachments: when the loop calls them, in which order, and what happens if they fail.
 
-Covers `engine/loop/front.py`.
+Covers `engine/loop/attachment.py` and `engine/loop/front.py`.
 """
 
 import inspect
@@ -51,7 +50,7 @@ LIMITS = RequestLimits(50_000, LENGTH, 0, 8)
 
 
 def make_core(*attachments: Attachment, depth: int = 1) -> EngineCore:
-    """A core whose executor answers with random tokens at once."""
+    """Return a core whose executor answers immediately with random tokens."""
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, pipeline_depth=depth)
     scheduler, executor = dry_run(64, BLOCK, config, LENGTH, enable_prefix_caching=True)
     core = EngineCore(scheduler, executor, FakeClock(), LIMITS)
@@ -61,8 +60,8 @@ def make_core(*attachments: Attachment, depth: int = 1) -> EngineCore:
 
 
 def make_device_core(depth: int = 2) -> tuple[EngineCore, FakeDevice]:
-    """A core over a device whose rows may be cursed: it computes a plan when it is asked for the
-    result."""
+    """Return a core over a device with rows that can be cursed. It computes a plan only when the
+    result is requested."""
     kv = KVManager((GROUP,), (64,), BLOCK, True)
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, pipeline_depth=depth)
     scheduler = Scheduler(Memory(kv, 32, watermark=0.0), config, LENGTH)
@@ -84,15 +83,15 @@ def run(core: EngineCore, reader: StepReader | None = None) -> list[Any]:
     return found
 
 
-# ---- when they are called -----------------------------------------------------------------------
+# ---- when attachments are called ----------------------------------------------------------------
 
 
-def test_the_interface_has_six_methods() -> None:
+def test_interface_has_six_methods() -> None:
     found = {name for name, _ in inspect.getmembers(Attachment, inspect.isfunction)}
     assert found == METHODS
 
 
-def test_a_request_as_an_attachment_sees_it() -> None:
+def test_calls_of_one_request_come_in_order() -> None:
     seen = FakeAttachment()
     core = make_core(seen)
     ask(core, num_tokens=2)
@@ -120,7 +119,7 @@ def test_a_request_as_an_attachment_sees_it() -> None:
     ]
 
 
-def test_a_step_is_next_when_all_results_before_it_are_in() -> None:
+def test_on_step_reports_next_once_all_earlier_results_are_in() -> None:
     core, _ = make_device_core(depth=2)
     seen = FakeAttachment()
     core.attach(seen)
@@ -138,7 +137,7 @@ def test_a_step_is_next_when_all_results_before_it_are_in() -> None:
     assert seen.calls[-2:] == ["fake: close", "fake: on_step void 2"]
 
 
-def test_steps_behind_one_that_failed_are_void_and_then_submitted_again() -> None:
+def test_steps_after_a_failed_one_are_void_and_submitted_again() -> None:
     core, device = make_device_core(depth=2)
     seen = FakeAttachment()
     core.attach(seen)
@@ -153,7 +152,7 @@ def test_steps_behind_one_that_failed_are_void_and_then_submitted_again() -> Non
     }
     steps = [call.removeprefix("fake: on_step ") for call in seen.calls if "on_step" in call]
     void = [call.split()[1] for call in steps if call.startswith("void")]
-    assert void, "no step was in flight behind the one that failed"
+    assert void, "no step was in flight after the failed one"
     for number in void:
         assert steps.index(f"void {number}") < steps.index(f"next {number}")
         assert f"done {number}" in steps
@@ -161,7 +160,7 @@ def test_steps_behind_one_that_failed_are_void_and_then_submitted_again() -> Non
     assert tokens == expected_tokens(good, LENGTH)
 
 
-def test_a_resting_attachment_is_called_again_after_some_plans() -> None:
+def test_resting_attachment_is_called_again_after_its_rest() -> None:
     seen = FakeAttachment()
     core = make_core(seen)
     ask(core, num_tokens=4)
@@ -173,14 +172,14 @@ def test_a_resting_attachment_is_called_again_after_some_plans() -> None:
     assert seen.calls[2:5] == ["fake: before_plan 0", "fake: hear plan", "fake: on_step next 2"]
 
 
-def test_nothing_is_called_that_an_attachment_does_not_override() -> None:
+def test_methods_that_an_attachment_does_not_override_are_not_called() -> None:
     core = make_core(Attachment())
     found = core.attachments
     lists = found._accept, found._answers, found._before_plan, found._on_step, found._pending
     assert not any(lists) and not found._hear
 
 
-def test_a_request_is_refused_or_completed_before_the_scheduler_sees_it() -> None:
+def test_accept_rejects_or_changes_a_request_before_the_scheduler() -> None:
     class Chooses(Attachment):
         def accept(self, request: Request) -> Request:
             if request.tenant == "bad":
@@ -195,7 +194,7 @@ def test_a_request_is_refused_or_completed_before_the_scheduler_sees_it() -> Non
     assert [each.request.priority for each in core.requests()] == [7]
 
 
-def test_a_request_that_the_scheduler_refuses_is_heard_with_the_refusal() -> None:
+def test_hear_gets_a_rejected_request_with_its_refusal() -> None:
     heard: list[tuple[Given, bool]] = []
 
     class Hears(Attachment):
@@ -210,7 +209,7 @@ def test_a_request_that_the_scheduler_refuses_is_heard_with_the_refusal() -> Non
     assert heard == [("a", False), ("a", True)]
 
 
-# ---- what they answer ---------------------------------------------------------------------------
+# ---- what attachments return --------------------------------------------------------------------
 
 
 def test_answers_wake_the_loop_and_reach_the_scheduler() -> None:
@@ -226,7 +225,7 @@ def test_answers_wake_the_loop_and_reach_the_scheduler() -> None:
     assert not core.has_work and "fake: hear Abort" in seen.calls
 
 
-def test_messages_before_a_plan_come_before_it() -> None:
+def test_messages_of_before_plan_precede_the_plan() -> None:
     seen = FakeAttachment()
     core = make_core(seen)
     ask(core)
@@ -240,8 +239,8 @@ def test_messages_before_a_plan_come_before_it() -> None:
     ]
 
 
-def test_the_loop_wakes_when_an_attachment_wants_it() -> None:
-    """A request that is held back gives the loop nothing to plan."""
+def test_loop_wakes_at_the_time_an_attachment_requests() -> None:
+    """A request that is held back leaves the loop without work."""
     seen = FakeAttachment()
     core = make_core(seen)
     ask(core, is_held_back=True)
@@ -253,7 +252,7 @@ def test_the_loop_wakes_when_an_attachment_wants_it() -> None:
     assert core.rest_s() == 0.0
 
 
-def test_a_step_waits_for_answers_that_are_to_come() -> None:
+def test_step_waits_for_open_answers() -> None:
     seen = FakeAttachment()
     core = make_core(seen)
     ask(core, is_held_back=True)
@@ -269,7 +268,7 @@ def test_a_step_waits_for_answers_that_are_to_come() -> None:
     assert len(waits) == 1 and not core.has_work
 
 
-def test_plans_are_held_while_one_is_in_flight() -> None:
+def test_attachment_can_hold_plans_while_one_is_in_flight() -> None:
     seen = FakeAttachment()
     core, _ = make_device_core(depth=3)
     core.attach(seen)
@@ -284,10 +283,10 @@ def test_plans_are_held_while_one_is_in_flight() -> None:
     assert core.num_in_flight == 0
 
 
-# ---- in which order -----------------------------------------------------------------------------
+# ---- the order of calls -------------------------------------------------------------------------
 
 
-def test_the_lowest_order_is_called_first_whenever_it_was_attached() -> None:
+def test_lowest_order_is_called_first_whenever_attached() -> None:
     calls: list[str] = []
     orders = {"late": 60, "first": 10, "second": 50, "third": 50}
     core = make_core(*[FakeAttachment(name, order, calls) for name, order in orders.items()])
@@ -305,8 +304,9 @@ def test_the_lowest_order_is_called_first_whenever_it_was_attached() -> None:
     ]  # fmt: skip
 
 
-def test_our_own_attachments_are_in_their_order(tmp_path: Path) -> None:
-    """Held files first of those with an end, drafting after grammars, the recorder last."""
+def test_built_in_attachments_are_in_order(tmp_path: Path) -> None:
+    """Retained files come before other attachments that close, drafting after grammars, the
+    recorder last."""
     settings = {
         "max_num_queued_reqs": 9,
         "kv_disk_dir": str(tmp_path / "blocks"),
@@ -332,12 +332,12 @@ def test_our_own_attachments_are_in_their_order(tmp_path: Path) -> None:
         Order.DRAFTING,
         Order.RECORDER,
     ]
-    assert list(Order) == sorted(Order), "the table is in the order of the calls"
+    assert list(Order) == sorted(Order), "Order does not list its members in the order of calls"
     assert Attachment.order == Order.OTHERS
 
 
 class Watcher(DoorWatcher):
-    """Notes each call, and passes it on."""
+    """Logs each call and forwards it."""
 
     order = Order.RECORDER
 
@@ -361,7 +361,7 @@ class Watcher(DoorWatcher):
         return self._scheduler.update(result, now)
 
 
-def test_who_stands_at_the_doors_sees_each_call_as_the_scheduler_gets_it() -> None:
+def test_door_watcher_sees_each_call_as_the_scheduler_gets_it() -> None:
     calls: list[str] = []
 
     class Raises(Attachment):
@@ -385,7 +385,7 @@ def test_who_stands_at_the_doors_sees_each_call_as_the_scheduler_gets_it() -> No
     assert core.doors is core.scheduler
 
 
-def test_a_recorder_stands_at_the_doors(tmp_path: Path) -> None:
+def test_recorder_watches_the_doors(tmp_path: Path) -> None:
     core = make_core()
     recorder = Recorder(core.scheduler, tmp_path, 1 << 20)
     core.attach(recorder)
@@ -394,11 +394,11 @@ def test_a_recorder_stands_at_the_doors(tmp_path: Path) -> None:
     assert not recorder.is_recording
 
 
-# ---- if they fail -------------------------------------------------------------------------------
+# ---- failures -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["hear", "answers", "before_plan", "on_step"])
-def test_an_engine_stops_with_an_attachment_that_requests_depend_on(method: str) -> None:
+def test_engine_stops_when_a_vital_attachment_fails(method: str) -> None:
     core = make_core()
     ask(core)
     core.attach(FakeAttachment(raises_in=method))
@@ -409,7 +409,7 @@ def test_an_engine_stops_with_an_attachment_that_requests_depend_on(method: str)
         core.step()
 
 
-def test_an_engine_that_fails_at_a_door_has_stopped_too() -> None:
+def test_engine_stops_when_a_vital_attachment_fails_in_add() -> None:
     core = make_core(FakeAttachment(raises_in="hear"))
     with pytest.raises(EngineError, match="cannot continue: ValueError"):
         ask(core)
@@ -418,7 +418,7 @@ def test_an_engine_that_fails_at_a_door_has_stopped_too() -> None:
 
 
 @pytest.mark.parametrize("method", sorted(METHODS - {"close"}))
-def test_another_one_is_detached_and_nobody_else_notices(
+def test_failing_optional_attachment_is_detached_without_effect(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[str] = []
@@ -432,13 +432,13 @@ def test_another_one_is_detached_and_nobody_else_notices(
     ask(core, num_tokens=5)
     assert [each.token_ids for each in run(core)] == expected
     bad = [call for call in calls if call.startswith("bad")]
-    assert sum(method in call for call in bad) == 1, "it is called again after it has failed"
+    assert sum(method in call for call in bad) == 1, "it was called again after it failed"
     good = [call for call in calls if call.startswith("good")]
     assert sum("on_step done" in call for call in good) == 5
     assert "FakeAttachment is detached: it raised ValueError: bad was made to fail" in caplog.text
 
 
-def test_all_others_close_when_one_cannot(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_attachments_close_when_one_fails_to(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[str] = []
     core = make_core(
         FakeAttachment("bad", 10, calls, raises_in="close"), FakeAttachment("good", 20, calls)
@@ -450,16 +450,16 @@ def test_all_others_close_when_one_cannot(caplog: pytest.LogCaptureFixture) -> N
     assert "FakeAttachment did not close" in caplog.text
 
 
-def test_outputs_are_delivered_before_the_subscribers_get_the_events() -> None:
-    core, told = make_core(), list[str]()
-    core.subscribe(lambda event: told.append("event"))
+def test_outputs_are_delivered_before_events() -> None:
+    core, received = make_core(), list[str]()
+    core.subscribe(lambda event: received.append("event"))
     ask(core)
-    outputs = core.advance(lambda outputs: told.append("outputs"))
+    outputs = core.advance(lambda outputs: received.append("outputs"))
     assert len(outputs.rows) == 1
-    assert told[0] == "outputs" and set(told[1:]) == {"event"}
+    assert received[0] == "outputs" and set(received[1:]) == {"event"}
 
 
-def test_what_a_subscriber_raises_reaches_the_caller_and_the_engine_goes_on() -> None:
+def test_subscriber_error_reaches_the_caller_and_the_engine_continues() -> None:
     core = make_core()
 
     def fail(event: Any) -> None:
@@ -477,8 +477,8 @@ def test_what_a_subscriber_raises_reaches_the_caller_and_the_engine_goes_on() ->
 # ---- a plug-in ----------------------------------------------------------------------------------
 
 
-def test_a_plug_in_of_less_than_sixty_lines() -> None:
-    """It cancels a request of a tenant that has got too many tokens, and touches nothing else."""
+def test_token_limit_plug_in_cancels_requests_over_the_limit() -> None:
+    """The plug-in has less than sixty lines and no other effect."""
     source = Path(inspect.getfile(TokenLimit)).read_text("utf-8")
     assert len(source.splitlines()) < 60
     limit = TokenLimit(max_tokens=10)

@@ -1,5 +1,5 @@
-"""Beam search inside the scheduler: sequences, order and scores are transformers', however the
-beams are scheduled."""
+"""Beam search in the scheduler returns the sequences, order and scores of transformers, whatever
+the schedule."""
 
 import dataclasses
 from pathlib import Path
@@ -33,7 +33,7 @@ Found = list[tuple[tuple[int, ...], float]]
 
 
 class Searches(Bench):
-    """Keeps the beams that came back."""
+    """A bench that collects the beams of each finished search."""
 
     def __init__(self, folder: Path | None = None, **settings: Any) -> None:
         folder = folder or checkpoint("llama")
@@ -69,8 +69,8 @@ class Searches(Bench):
         self.core.scheduler.check_invariants()
         return outputs
 
-    def assert_as(self, name: str, expected: Found, same: int = 1) -> None:
-        """same: tokens k * same to (k + 1) * same - 1 are not told apart."""
+    def assert_beams(self, name: str, expected: Found, same: int = 1) -> None:
+        """same: tokens k * same to (k + 1) * same - 1 count as equal."""
         got = self.beams[name]
         kinds = [[token // same for token in beam.token_ids] for beam in got]
         assert kinds == [[token // same for token in tokens] for tokens, _ in expected]
@@ -81,7 +81,7 @@ class Searches(Bench):
     ("early_stopping", "length_penalty", "width"),
     in_turn([True, False, "never"], [0.0, 1.0, 2.0, -0.5], [2, 4]),
 )
-def test_beams_are_transformers(
+def test_beams_match_transformers(
     width: int, length_penalty: float, early_stopping: bool | str
 ) -> None:
     stops = (8, 21, 33, 40, 57, 62, 71, 95)
@@ -91,7 +91,7 @@ def test_beams_are_transformers(
         searches.search(str(i), width, 12, prompt, stops=stops, **how)
     searches.finish()
     for i, prompt in enumerate((PROMPT, *map(tuple, OTHERS))):
-        searches.assert_as(str(i), reference_beams(prompt, width, 12, stops, **how))
+        searches.assert_beams(str(i), reference_beams(prompt, width, 12, stops, **how))
 
 
 @pytest.mark.parametrize(
@@ -104,19 +104,20 @@ def test_beams_are_transformers(
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
     ],
 )
-def test_other_architectures_and_a_window(architecture: str) -> None:
+def test_beams_match_in_other_architectures(architecture: str) -> None:
     searches = Searches(checkpoint(architecture), max_num_seqs=8)
     searches.search("r", 4, 20)
     searches.finish()
-    searches.assert_as("r", reference_beams(PROMPT, 4, 20, folder=checkpoint(architecture)))
+    searches.assert_beams("r", reference_beams(PROMPT, 4, 20, folder=checkpoint(architecture)))
 
 
 @pytest.mark.parametrize(
     ("caching", "depth", "budget"),
     in_turn([True, False], [3, 1, 2], [3, 64, 7]),
 )
-def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
-    """Chunked prompts, beams spread over several plans, others beside them."""
+def test_beams_match_in_any_batch(caching: bool, depth: int, budget: int) -> None:
+    """Prompts are chunked, beams are spread over several plans, and other requests share the
+    batch."""
     searches = Searches(
         max_num_seqs=9,
         max_num_batched_tokens=budget,
@@ -128,8 +129,8 @@ def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
     searches.add("b", OTHERS[1], 9)
     searches.search("s", 3, 9, tuple(OTHERS[2]))
     searches.finish()
-    searches.assert_as("r", reference_beams(PROMPT, 4, 14))
-    searches.assert_as("s", reference_beams(tuple(OTHERS[2]), 3, 9))
+    searches.assert_beams("r", reference_beams(PROMPT, 4, 14))
+    searches.assert_beams("s", reference_beams(tuple(OTHERS[2]), 3, 9))
     searches.assert_exact("a", "b")
 
 
@@ -137,7 +138,7 @@ def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
     ("caching", "depth", "mode"),
     in_turn([True, False], [2, 1], ["recompute", "swap"]),
 )
-def test_preempted_beams_come_back(mode: str, caching: bool, depth: int) -> None:
+def test_preempted_beams_resume_with_the_same_result(mode: str, caching: bool, depth: int) -> None:
     searches = Searches(
         max_num_seqs=8,
         max_num_batched_tokens=16,
@@ -151,17 +152,17 @@ def test_preempted_beams_come_back(mode: str, caching: bool, depth: int) -> None
     searches.add("b", OTHERS[1], 30)
     searches.search("r", 4, 14)
     searches.finish()
-    assert searches.num_preempted, "the test is to preempt the group"
-    searches.assert_as("r", reference_beams(PROMPT, 4, 14))
+    assert searches.num_preempted, "the group was not preempted"
+    searches.assert_beams("r", reference_beams(PROMPT, 4, 14))
     searches.assert_exact("a", "b")
 
 
 @pytest.mark.parametrize(("mode", "depth"), in_turn(["recompute", "swap"], [1, 2]))
-def test_beams_that_lose_their_rows_between_two_of_their_plans(
+def test_beams_preempted_between_two_of_their_plans_match(
     mode: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some have their candidates, or will not get them any more; others are yet to be planned. All
-    are asked for again, from the last token on, and those that were there are forgotten."""
+    """Preempt a group while only some of its beams have candidates. The scheduler drops these and
+    requests candidates for all beams again, from the last token."""
     seen = list[tuple[int, int]]()
 
     def with_preemption(*args: Any, **more: Any) -> PlanBuilder:
@@ -171,12 +172,12 @@ def test_beams_that_lose_their_rows_between_two_of_their_plans(
             group = leader.group
             assert group is not None
             rows = [(m, m.num_computed_tokens, m.num_known_tokens) for m in group.running]
-            num_there = len(group.candidates)
+            num_ready = len(group.candidates)
             scheduler.preemption.preempt(leader, "test", builder, 0.0)
             assert not group.candidates
             for member, computed, known in rows if mode == "swap" and group.is_forked else ():
                 assert member.num_swapped_tokens == (known - 1 if computed == known else computed)
-            seen.append((num_there, sum(computed == known for _, computed, known in rows)))
+            seen.append((num_ready, sum(computed == known for _, computed, known in rows)))
         return builder
 
     monkeypatch.setattr(planning, "PlanBuilder", with_preemption)
@@ -186,12 +187,12 @@ def test_beams_that_lose_their_rows_between_two_of_their_plans(
         )
         searches.search("r", 4, 7)
         searches.finish()
-        searches.assert_as("r", reference_beams(PROMPT, 4, 7))
-    assert any(num_there for num_there, _ in seen), "no beam had its candidates"
-    assert any(num_done > num_there for num_there, num_done in seen) == (depth > 1)
+        searches.assert_beams("r", reference_beams(PROMPT, 4, 7))
+    assert any(num_ready for num_ready, _ in seen), "no beam had its candidates"
+    assert any(num_done > num_ready for num_ready, num_done in seen) == (depth > 1)
 
 
-def test_width_one_is_greedy() -> None:
+def test_beam_width_one_is_greedy() -> None:
     searches = Searches(max_num_seqs=2)
     searches.search("r", 1, 10)
     searches.finish()
@@ -200,13 +201,13 @@ def test_width_one_is_greedy() -> None:
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
-def test_fewer_are_returned_than_searched(early_stopping: bool | str) -> None:
+def test_n_below_beam_width_returns_the_best_n(early_stopping: bool | str) -> None:
     stops = (8, 21, 33, 40, 57, 62, 71, 95)
     searches = Searches(max_num_seqs=8)
     searches.search("r", 5, 12, n=2, beam_width=5, stops=stops, early_stopping=early_stopping)
     searches.finish()
     expected = reference_beams(PROMPT, 5, 12, stops, early_stopping=early_stopping)
-    searches.assert_as("r", expected[:2])
+    searches.assert_beams("r", expected[:2])
 
 
 @pytest.mark.parametrize(
@@ -217,18 +218,18 @@ def test_fewer_are_returned_than_searched(early_stopping: bool | str) -> None:
         [[0], [0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 4, 5, 6]],
     ),
 )
-def test_the_likeliest_first_tokens_stop(
+def test_first_candidates_that_are_stop_tokens_match(
     ranks: list[int], length_penalty: float, early_stopping: bool | str
 ) -> None:
-    """One, some or all of the first four candidates are finished with one token; what stops behind
-    them is not."""
+    """One, some or all of the first four candidates finish after one token. Stop tokens of lower
+    rank do not."""
     likeliest = reference_logits(checkpoint("llama"), list(PROMPT))[-1].argsort(descending=True)
     stops = tuple(likeliest[ranks].tolist())
     how = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     searches = Searches(max_num_seqs=4)
     searches.search("r", 4, 10, stops=stops, **how)
     searches.finish()
-    searches.assert_as("r", reference_beams(PROMPT, 4, 10, stops, **how))
+    searches.assert_beams("r", reference_beams(PROMPT, 4, 10, stops, **how))
     assert any(len(beam.token_ids) == 1 for beam in searches.beams["r"])
 
 
@@ -239,8 +240,10 @@ def test_the_likeliest_first_tokens_stop(
         [True, False, "never"],
     ),
 )
-def test_as_wide_as_the_vocabulary(sizes: tuple[int, int, int], early_stopping: bool | str) -> None:
-    """All tokens that do not stop are beams, and the beams are all rows."""
+def test_beam_width_may_equal_the_vocabulary_size(
+    sizes: tuple[int, int, int], early_stopping: bool | str
+) -> None:
+    """Every token that does not stop becomes a beam, and the beams occupy all rows."""
     width, num_tokens, num_stops = sizes
     folder, prompt = checkpoint("llama", 11), (1, 5, 9, 2, 7)
     stops = tuple(range(num_stops))
@@ -252,11 +255,11 @@ def test_as_wide_as_the_vocabulary(sizes: tuple[int, int, int], early_stopping: 
         how = {"early_stopping": early_stopping, "folder": folder}
         expected = reference_beams(own, width, num_tokens, stops, **how)
         assert len(expected) == width
-        searches.assert_as(name, expected)
+        searches.assert_beams(name, expected)
 
 
 @pytest.mark.parametrize(
-    ("more", "num_stops", "says"),
+    ("more", "num_stops", "message"),
     [
         ({"n": 12}, 0, "n=12 is more than the 11 tokens"),
         ({"n": 2, "beam_width": 12}, 0, "beam_width=12 is more than the 11 tokens"),
@@ -264,12 +267,12 @@ def test_as_wide_as_the_vocabulary(sizes: tuple[int, int, int], early_stopping: 
         ({"n": 1}, 11, "n=1 is more than the 0 tokens"),
     ],
 )
-def test_wider_than_the_vocabulary_is_refused(
-    more: dict[str, Any], num_stops: int, says: str
+def test_beam_width_above_the_vocabulary_size_is_rejected(
+    more: dict[str, Any], num_stops: int, message: str
 ) -> None:
-    """Then there would be fewer beams than asked for, at first or for ever."""
+    """The search could not fill the requested number of beams."""
     searches = Searches(checkpoint("llama", 11), max_num_seqs=16)
-    with pytest.raises(RequestError, match=f"^{says}.*stop_token_ids"):
+    with pytest.raises(RequestError, match=f"^{message}.*stop_token_ids"):
         searches.search("r", 1, 1, (1, 2), stops=range(num_stops), **more)
     assert not searches.core.has_work
 
@@ -278,41 +281,44 @@ def test_wider_than_the_vocabulary_is_refused(
     "early_stopping", [True, pytest.param(False, marks=pytest.mark.slow), "never"]
 )
 @pytest.mark.parametrize("length_penalty", slow_but((-10.0, -6.5, 10.0), -10.0, 10.0))
-def test_an_extreme_length_penalty(length_penalty: float, early_stopping: bool | str) -> None:
-    """Scores may be below the -1e9 at which transformers gives up. All beams have one length here,
-    so their order is that of their log-probabilities."""
+def test_extreme_length_penalties_match(length_penalty: float, early_stopping: bool | str) -> None:
+    """Scores may be below -1e9, where transformers gives up. All beams have the same length here,
+    so their log-probabilities determine their order."""
     searches = Searches(max_num_seqs=4)
     how = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     searches.search("r", 4, 30, **how)
     searches.finish()
     plain = reference_beams(PROMPT, 4, 30, length_penalty=0.0)
-    searches.assert_as("r", [(tokens, score / 30**length_penalty) for tokens, score in plain])
+    searches.assert_beams("r", [(tokens, score / 30**length_penalty) for tokens, score in plain])
 
 
-def test_never_looks_at_the_present_length_if_short_answers_are_favoured() -> None:
-    """A case in which the search would end too early by the longest possible length."""
+def test_never_mode_uses_the_current_length_for_negative_penalties() -> None:
+    """With early_stopping="never", a bound by the longest possible length would end this search too
+    early."""
     folder, prompt, stops = checkpoint("llama", 11), (4, 8, 1, 5), (1, 4, 8)
     how: dict[str, Any] = {"length_penalty": -0.2, "early_stopping": "never"}
     searches = Searches(folder, max_num_seqs=2)
     searches.search("r", 2, 20, prompt, stops=stops, **how)
     searches.finish()
-    searches.assert_as("r", reference_beams(prompt, 2, 20, stops, **how, folder=folder))
+    searches.assert_beams("r", reference_beams(prompt, 2, 20, stops, **how, folder=folder))
 
 
 @pytest.mark.parametrize(
     ("budget", "num_tokens", "width"),
     pairwise([3, 64], [1, 9], [3, 4]),
 )
-def test_equal_candidates(width: int, num_tokens: int, budget: int) -> None:
-    """Each token has a twin with the same log-probability: beams are transformers' but for which
-    of two twins they hold; here it is the one with the lower id first, in any batch."""
+def test_equal_candidates_prefer_the_lower_token_id(
+    width: int, num_tokens: int, budget: int
+) -> None:
+    """Each token has a twin with the same log-probability. Beams match transformers except for the
+    choice between twins. Here the lower id comes first in any batch."""
     folder = twins_checkpoint(98)
     searches = Searches(folder, max_num_seqs=9, max_num_batched_tokens=budget)
     searches.add("a", OTHERS[0], 12)
     searches.search("r", width, num_tokens)
     searches.finish()
     got = [tuple(beam.token_ids) for beam in searches.beams["r"]]
-    searches.assert_as("r", reference_beams(PROMPT, width, num_tokens, folder=folder), same=2)
+    searches.assert_beams("r", reference_beams(PROMPT, width, num_tokens, folder=folder), same=2)
     assert len(set(got)) == width
     assert not any(token % 2 for token in got[0])
     assert got[1] == (*got[0][:-1], got[0][-1] + 1)
@@ -322,10 +328,11 @@ def test_equal_candidates(width: int, num_tokens: int, budget: int) -> None:
     ("early_stopping", "length_penalty", "width"),
     in_turn([True, False, "never"], [0.0, 1.0, 2.0, -0.5], [2, 4]),
 )
-def test_one_of_two_equal_candidates_stops(
+def test_search_ends_if_running_beams_only_equal_finished_ones(
     width: int, length_penalty: float, early_stopping: bool | str
 ) -> None:
-    """What goes on is then just as good as what is finished, which is not good enough."""
+    """One of two equal candidates stops. The running beam is then as good as the finished one,
+    which is not enough to replace it."""
     how = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     folder, stops = twins_checkpoint(24), tuple(range(0, 24, 2))
     prompts = [(18, 5, 18, 6), (10, 17, 8, 20), (16, 17, 16, 0)]
@@ -335,11 +342,11 @@ def test_one_of_two_equal_candidates_stops(
     searches.finish()
     for i, prompt in enumerate(prompts):
         expected = reference_beams(prompt, width, 12, stops, **how, folder=folder)
-        searches.assert_as(str(i), expected, same=2)
+        searches.assert_beams(str(i), expected, same=2)
 
 
-def test_beams_share_blocks_as_a_tree() -> None:
-    """While they run, no block is held once per beam where the beams have the same tokens."""
+def test_beams_share_the_blocks_of_common_tokens() -> None:
+    """No running beam has a block of its own where beams have the same tokens."""
     searches = Searches(max_num_seqs=4, enable_prefix_caching=False)
     searches.search("r", 4, 30)
     pool = searches.core.scheduler.memory.kv.pools[0]
@@ -355,18 +362,18 @@ def test_beams_share_blocks_as_a_tree() -> None:
     assert min(saved) > 0.3
 
 
-def test_a_guilty_search_fails_alone() -> None:
+def test_search_that_fails_its_step_fails_alone() -> None:
     searches = Searches(max_num_seqs=8)
     searches.runner.raises = searches.runner.holds_poison
     searches.search("bad", 3, 8, (1, 2, 96, 4, 5))
     searches.search("r", 2, 8)
     searches.finish()
     assert error_of(searches.last["bad"]) and "bad" not in searches.beams
-    searches.assert_as("r", reference_beams(PROMPT, 2, 8))
+    searches.assert_beams("r", reference_beams(PROMPT, 2, 8))
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("more", "message"),
     [
         ({"logprobs": 2}, "logprobs"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
@@ -378,8 +385,10 @@ def test_a_guilty_search_fails_alone() -> None:
         ({"stop": ["x"]}, "stop"),
     ],
 )
-def test_what_does_not_go_together_is_refused(more: dict[str, Any], says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+def test_parameters_incompatible_with_beam_search_are_rejected(
+    more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
         SamplingParams(use_beam_search=True, **more)
 
 
@@ -394,8 +403,8 @@ def test_what_does_not_go_together_is_refused(more: dict[str, Any], says: str) -
         ),
     ],
 )
-def test_a_step_that_raises_while_beams_fork(depth: int, when: str) -> None:
-    """Each of the steps in turn raises once: nobody fails, and the beams are the same."""
+def test_one_failing_step_does_not_change_beams(depth: int, when: str) -> None:
+    """Each of the steps in turn raises once. No request fails."""
     for fails_at in range(1, 9, 2 if depth > 1 else 1):
         searches = Searches(max_num_seqs=8, pipeline_depth=depth, when=when)
         searches.runner.num_calls = 0
@@ -409,5 +418,5 @@ def test_a_step_that_raises_while_beams_fork(depth: int, when: str) -> None:
         searches.add("a", OTHERS[0], 10)
         searches.finish()
         assert searches.runner.num_raised == 1
-        searches.assert_as("r", reference_beams(PROMPT, 3, 8))
+        searches.assert_beams("r", reference_beams(PROMPT, 3, 8))
         searches.assert_exact("a")

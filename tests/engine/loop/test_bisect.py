@@ -2,7 +2,7 @@
 
 The whole engine runs over a tiny model whose forward pass raises. Other requests must get exactly
 the tokens of transformers. The engine must continue to serve, and no block may be lost. The last
-tests run the bisection alone, on an executor that notes its plans.
+tests run the bisection alone, on an executor that logs its plans.
 """
 
 import math
@@ -33,7 +33,7 @@ GREEDY_TOKENS = 6
 
 
 class PoisonedModel:
-    """Raises if a token is among the input ids: before any layer has run, or after all have."""
+    """Raises if a token is among the input ids, before the first layer runs or after the last."""
 
     def __init__(self, model: Any, token_id: int, when: str = "before") -> None:
         self.model, self.token_id, self.when = model, token_id, when
@@ -61,8 +61,9 @@ def poisoned_bench(
     return bench, model
 
 
-def finish_and_go_on(bench: Bench, guilty: set[str]) -> None:
-    """Run to the end; the guilty alone have failed. Then serve those again that have not."""
+def finish_and_serve_again(bench: Bench, guilty: set[str]) -> None:
+    """Run to the end and check that only the guilty requests failed. Then serve the others
+    again."""
     bench.finish()
     assert bench.failed() == guilty
     for name in guilty:
@@ -78,7 +79,7 @@ def finish_and_go_on(bench: Bench, guilty: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models by architecture that do not write the poison themselves."""
+    """Models by architecture that never sample the poison token."""
     found = {}
     for architecture in ("llama", "mistral"):
         folder = tmp_path_factory.mktemp(architecture)
@@ -96,13 +97,13 @@ def folder(folders: dict[str, Path]) -> Path:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_alone(folder: Path, depth: int) -> None:
+def test_single_guilty_request_fails(folder: Path, depth: int) -> None:
     bench, model = poisoned_bench(folder, pipeline_depth=depth)
     bench.add("guilty", with_poison(prompt(1, 9), 4))
-    finish_and_go_on(bench, {"guilty"})
+    finish_and_serve_again(bench, {"guilty"})
     assert bench.tokens["guilty"] == []
     bench.add("innocent", prompt(2, 9))
-    finish_and_go_on(bench, {"guilty"})
+    finish_and_serve_again(bench, {"guilty"})
 
 
 @pytest.mark.parametrize(
@@ -114,20 +115,22 @@ def test_alone(folder: Path, depth: int) -> None:
         [{0}, {2}, {4}, {1, 3}, {0, 1, 2, 3, 4}],
     ),
 )
-def test_in_a_batch(folder: Path, guilty: set[int], depth: int, caching: bool, when: str) -> None:
+def test_guilty_requests_of_a_batch_fail_alone(
+    folder: Path, guilty: set[int], depth: int, caching: bool, when: str
+) -> None:
     bench, model = poisoned_bench(
         folder, when=when, pipeline_depth=depth, enable_prefix_caching=caching
     )
     for i in range(5):
         tokens = prompt(10 + i, 5 + 4 * i)
         bench.add(f"r{i}", with_poison(tokens, 3 + i) if i in guilty else tokens)
-    finish_and_go_on(bench, {f"r{i}" for i in guilty})
+    finish_and_serve_again(bench, {f"r{i}" for i in guilty})
     assert model.num_raised <= 1 + len(guilty) * 4
 
 
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_beside_those_that_have_begun(folder: Path, depth: int) -> None:
-    """A successor of the step that fails is in flight, and the others are amid their output."""
+def test_guilty_request_fails_alone_among_decoding_ones(folder: Path, depth: int) -> None:
+    """The step after the failing one is in flight, and the other requests are already decoding."""
     bench, _ = poisoned_bench(folder, pipeline_depth=depth)
     for i in range(3):
         bench.add(f"r{i}", prompt(20 + i, 5 + i), 12)
@@ -137,13 +140,14 @@ def test_beside_those_that_have_begun(folder: Path, depth: int) -> None:
     bench.add("late", prompt(26, 9))
     bench.step()
     assert len(bench.core.scheduler.planner.in_flight) == depth - 1
-    finish_and_go_on(bench, {"guilty"})
+    finish_and_serve_again(bench, {"guilty"})
 
 
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_token_that_the_model_writes(folder: Path, depth: int, caching: bool) -> None:
-    """The model raises when the token is its input; until then its request gets its tokens."""
+def test_sampled_poison_token_fails_its_request(folder: Path, depth: int, caching: bool) -> None:
+    """The model raises when the token becomes its input. The request keeps the tokens sampled
+    before."""
     wanted = reference_tokens(folder, prompt(30, 7), 12)
     others = [prompt(31 + i, 6 + i) for i in range(3)]
     seen = {token for line in others for token in [*line, *reference_tokens(folder, line, 6)]}
@@ -155,18 +159,18 @@ def test_a_token_that_the_model_writes(folder: Path, depth: int, caching: bool) 
     bench.add("guilty", prompt(30, 7), 12)
     for i, line in enumerate(others):
         bench.add(f"r{i}", line)
-    finish_and_go_on(bench, {"guilty"})
+    finish_and_serve_again(bench, {"guilty"})
     assert bench.tokens["guilty"] == wanted[: at + 1]
 
 
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_in_a_later_chunk_of_a_prompt(folder: Path, depth: int) -> None:
-    """The row that fails does not sample in that step."""
+def test_poison_in_a_later_prompt_chunk_fails_its_request(folder: Path, depth: int) -> None:
+    """The failing row does not sample in that step."""
     bench, _ = poisoned_bench(folder, max_num_batched_tokens=10, pipeline_depth=depth)
     bench.add("before", prompt(40, 4))
     bench.add("guilty", with_poison(prompt(41, 40), 14))
     bench.add("after", prompt(42, 25))
-    finish_and_go_on(bench, {"guilty"})
+    finish_and_serve_again(bench, {"guilty"})
     assert error_of(bench.last["guilty"]) and bench.tokens["guilty"] == []
 
 
@@ -178,10 +182,11 @@ def test_in_a_later_chunk_of_a_prompt(folder: Path, depth: int) -> None:
         [1, pytest.param(2, marks=pytest.mark.slow), 3],
     ),
 )
-def test_a_prefix_computed_in_the_same_step(
+def test_requests_sharing_a_failed_prefix_are_recomputed(
     folders: dict[str, Path], depth: int, when: str, architecture: str
 ) -> None:
-    """The others hold blocks that the guilty one was to compute, or that those computed on top."""
+    """Other requests share blocks that the guilty one was to compute, or blocks computed on top of
+    these."""
     bench, _ = poisoned_bench(folders[architecture], when=when, pipeline_depth=depth)
     shared, more = prompt(50, 8), prompt(51, 9)
     bench.add("guilty", [*shared, *with_poison(prompt(52, 6), 3)])
@@ -192,13 +197,13 @@ def test_a_prefix_computed_in_the_same_step(
     if depth > 1:
         bench.step()
         bench.add("next step", [*shared, *more[:4], *prompt(56, 3)])
-    finish_and_go_on(bench, {"guilty"})
-    sent_back = {name for name, last in bench.last.items() if last.num_preemptions}
-    assert {"on top", "on top of that"} <= sent_back and "other" not in sent_back
+    finish_and_serve_again(bench, {"guilty"})
+    preempted = {name for name, last in bench.last.items() if last.num_preemptions}
+    assert {"on top", "on top of that"} <= preempted and "other" not in preempted
     assert sum(len(o.prompt_candidates or []) for o in bench.history["scored"]) == 12
 
 
-def test_blocks_from_before_the_step_are_no_reason_to_go_back(folder: Path) -> None:
+def test_sharing_blocks_of_earlier_steps_does_not_preempt(folder: Path) -> None:
     bench, _ = poisoned_bench(folder)
     shared = prompt(60, 12)
     bench.add("first", [*shared, 1], 2)
@@ -213,8 +218,8 @@ def test_blocks_from_before_the_step_are_no_reason_to_go_back(folder: Path) -> N
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2, 3), 3))
-def test_a_tight_pool(folder: Path, depth: int) -> None:
-    """Rows are taken away and given to others while steps fail."""
+def test_guilty_requests_fail_alone_in_a_tight_pool(folder: Path, depth: int) -> None:
+    """Rows are preempted and reused while steps fail."""
     memory = pool_bytes(folder, 18, 4)
     bench, _ = poisoned_bench(
         folder,
@@ -227,12 +232,13 @@ def test_a_tight_pool(folder: Path, depth: int) -> None:
     for i in range(12):
         tokens = [*shared[: 4 * (i % 4)], *prompt(71 + i, 5 + i)]
         bench.add(f"r{i}", with_poison(tokens, len(tokens) - 2) if i % 3 == 1 else tokens, 12)
-    finish_and_go_on(bench, {"r1", "r4", "r7", "r10"})
+    finish_and_serve_again(bench, {"r1", "r4", "r7", "r10"})
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_all_that_the_others_asked_for(folder: Path, depth: int) -> None:
-    """Random tokens, log-probabilities, penalties: as without the guilty one."""
+def test_other_requests_get_all_requested_outputs(folder: Path, depth: int) -> None:
+    """Sampled tokens, log-probabilities and penalties are the same as without the guilty
+    request."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 1.0, "top_p": 0.9},
         {"logprobs": 3, "temperature": 0.7},
@@ -250,14 +256,14 @@ def test_all_that_the_others_asked_for(folder: Path, depth: int) -> None:
         assert bench.failed() == ({"guilty"} if has_guilty else set())
         bench.history.pop("guilty", None)
         histories.append({name: gathered(outputs) for name, outputs in bench.history.items()})
-    without, beside = histories
+    without, with_guilty = histories
     for name in without:
-        for ours, theirs in zip(beside[name], without[name], strict=True):
+        for ours, theirs in zip(with_guilty[name], without[name], strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
 
 def gathered(outputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """Tokens, and the log-probabilities of output and prompt."""
+    """Return the tokens, and the log-probabilities of the output and of the prompt."""
     tokens = [t for o in outputs for t in o.token_ids]
     scored = [c.logprobs.tolist() for o in outputs for c in o.candidates or []]
     prompts = [c.logprobs.tolist() for o in outputs for c in o.prompt_candidates or []]
@@ -265,9 +271,9 @@ def gathered(outputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_that_cannot_start(folder: Path, depth: int) -> None:
-    """What raises is not the forward pass: nothing of the step, and of its part, was carried out,
-    and the row that was to be released is still to be."""
+def test_row_that_fails_to_start_fails_alone(folder: Path, depth: int) -> None:
+    """The step raises before the forward pass, so none of it was executed and its rows are still to
+    be released."""
     bench, _ = poisoned_bench(folder, pipeline_depth=depth, max_num_seqs=3)
     sampler = bench.runner.runner.sampler
     start_row = sampler.start_row
@@ -280,14 +286,14 @@ def test_a_row_that_cannot_start(folder: Path, depth: int) -> None:
     sampler.start_row = fails_to_start
     for i in range(9):
         bench.add(f"r{i}", prompt(90 + i, 4 + i), **({"logprobs": 13} if i % 4 == 1 else {}))
-    finish_and_go_on(bench, {"r1", "r5"})
+    finish_and_serve_again(bench, {"r1", "r5"})
 
 
-# ---- the bisection by itself -----------------------------------------------------------------
+# ---- the bisection alone ---------------------------------------------------------------------
 
 
-class NotingExecutor:
-    """Fails plans that hold one of the guilty rows; notes what it is given."""
+class LoggingExecutor:
+    """Fails plans with a guilty row; logs the plans it gets."""
 
     def __init__(self, guilty: set[int]) -> None:
         self.guilty = guilty
@@ -311,7 +317,7 @@ def ints(*values: int) -> np.ndarray:
 
 
 def make_plan(num_rows: int) -> Plan:
-    """Rows in descending order; those of even number sample, row 2 starts."""
+    """Return a plan with rows in descending order; even rows sample, row 2 starts."""
     rows = np.arange(num_rows, dtype=np.int32)[::-1]
     samples = rows[rows % 2 == 0]
     return Plan(
@@ -327,7 +333,7 @@ def make_plan(num_rows: int) -> Plan:
     )
 
 
-def test_a_restricted_plan_keeps_what_its_rows_need() -> None:
+def test_restricted_plan_keeps_the_data_of_its_rows() -> None:
     plan = make_plan(6)
     part = restrict(plan, ints(4, 1, 0))
     assert part.rows.tolist() == [4, 1, 0]
@@ -344,8 +350,8 @@ def test_a_restricted_plan_keeps_what_its_rows_need() -> None:
 
 
 @pytest.mark.parametrize("guilty", [set(), {0}, {5}, {2, 3}, set(range(6))])
-def test_results_stand_at_their_places(guilty: set[int]) -> None:
-    plan, executor = make_plan(6), NotingExecutor(guilty)
+def test_bisected_results_keep_the_order_of_rows(guilty: set[int]) -> None:
+    plan, executor = make_plan(6), LoggingExecutor(guilty)
     result = bisect_step(executor, plan)  # type: ignore[arg-type]
     assert result.row_errors == dict.fromkeys(guilty, "the step failed: guilty")
     wanted = [0 if row in guilty else row * 10 for row in plan.sample_rows.tolist()]
@@ -359,8 +365,8 @@ def test_results_stand_at_their_places(guilty: set[int]) -> None:
     assert result.duration_s == len(done)
 
 
-def test_deltas_beside_the_rows_go_with_each_part_until_one_succeeds() -> None:
-    plan, executor = make_plan(8), NotingExecutor({7, 6, 1})
+def test_releases_go_with_each_part_until_one_succeeds() -> None:
+    plan, executor = make_plan(8), LoggingExecutor({7, 6, 1})
     bisect_step(executor, plan)  # type: ignore[arg-type]
     released = [(p.rows.tolist(), len(p.released)) for p in executor.plans]
     assert released == [
@@ -377,20 +383,20 @@ def test_deltas_beside_the_rows_go_with_each_part_until_one_succeeds() -> None:
     ]
 
 
-def test_one_of_many_is_found_in_few_runs() -> None:
+def test_bisection_takes_logarithmically_many_runs() -> None:
     for guilty in (0, 100, 511):
-        executor = NotingExecutor({guilty})
+        executor = LoggingExecutor({guilty})
         bisect_step(executor, make_plan(512))  # type: ignore[arg-type]
         assert len(executor.plans) == 2 * math.log2(512)
 
 
-def test_nothing_is_guessed_when_a_step_is_repeated() -> None:
-    """No guess costs a request: only what its row's known tokens do is its fault."""
-    plan, executor = make_plan(6), NotingExecutor({3})
+def test_repeated_steps_omit_draft_tokens() -> None:
+    """A request fails only for its known tokens, never for a draft token."""
+    plan, executor = make_plan(6), LoggingExecutor({3})
     drafts = RowDraft(4, ints(1, 2, 3)), RowDraft(0, ints(1))
     more = ints(0, 3, 0, 0, 0, 1)
-    guessing = plan.replace(num_tokens=plan.num_tokens + more, drafts=drafts)
-    result = bisect_step(executor, guessing)  # type: ignore[arg-type]
+    drafted = plan.replace(num_tokens=plan.num_tokens + more, drafts=drafts)
+    result = bisect_step(executor, drafted)  # type: ignore[arg-type]
     assert set(result.row_errors) == {3} and result.num_accepted.tolist() == [1, 1, 1]
     num_tokens = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
     for part in executor.plans:
@@ -398,8 +404,8 @@ def test_nothing_is_guessed_when_a_step_is_repeated() -> None:
         assert part.num_tokens.tolist() == [num_tokens[row] for row in part.rows.tolist()]
 
 
-def test_parts_keep_all_values_of_their_rows() -> None:
-    """Every dictionary of a result is by row."""
+def test_combined_result_keeps_all_values_of_rows() -> None:
+    """Each dictionary of a result is keyed by row."""
     plan = make_plan(4)
     names = [name for name, value in msgspec.structs.asdict(failed_step(plan, "")).items()
              if isinstance(value, dict)]  # fmt: skip
@@ -415,10 +421,10 @@ def test_parts_keep_all_values_of_their_rows() -> None:
         assert getattr(whole, name) == {row: f"{name} of {row}" for row in (0, 2)}, name
 
 
-def test_a_plan_of_which_nothing_was_carried_out() -> None:
+def test_plan_with_no_executed_part_gives_an_empty_result() -> None:
     plan = make_plan(4)
     nothing = combine(plan, [])
     assert nothing.token_ids.tolist() == [[0], [0]] and nothing.row_errors == {}
     empty = restrict(plan, ints())
-    assert bisect_step(NotingExecutor(set()), empty).token_ids.shape == (0, 1)  # type: ignore[arg-type]
+    assert bisect_step(LoggingExecutor(set()), empty).token_ids.shape == (0, 1)  # type: ignore[arg-type]
     assert empty.replace(released=ints()).num_scheduled_tokens == 0

@@ -1,4 +1,4 @@
-"""The end of an engine with stores: cached blocks are kept, within the time limit."""
+"""An engine with stores saves its cached blocks when it closes, within the time limit."""
 
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +24,8 @@ from tests.support.scheduler.fake_device import make_request
 
 
 class SlowWorker:
-    """Each answer takes some seconds on the clock. closed_s: what it was given for the end."""
+    """A store worker that takes some seconds on the clock per answer. closed_s: the timeout that
+    `close` got."""
 
     def __init__(self, clock: FakeClock, answer_s: float) -> None:
         self.clock, self.answer_s = clock, answer_s
@@ -41,7 +42,7 @@ class SlowWorker:
             self.orders.append(order)
 
     def expire(self, now: float) -> None:
-        """Called whenever somebody looks for answers."""
+        """Answer one order; called whenever the engine polls for answers."""
         if self.orders:
             order = self.orders.pop(0)
             assert isinstance(order, Keep)
@@ -57,7 +58,7 @@ class SlowWorker:
         self.closed_s = timeout_s
 
 
-def opened(tmp_path: Path, answer_s: float, **settings: object) -> tuple[Bench, SlowWorker]:
+def open_bench(tmp_path: Path, answer_s: float, **settings: object) -> tuple[Bench, SlowWorker]:
     bench = Bench(checkpoint("llama"), kv_disk_dir=str(tmp_path), **settings)
     bench.runner.raises = lambda plan: False
     clock = bench.core._clock
@@ -67,17 +68,18 @@ def opened(tmp_path: Path, answer_s: float, **settings: object) -> tuple[Bench, 
     return bench, worker
 
 
-def test_steps_in_flight_are_taken_and_open_requests_end_so_that_their_blocks_are_kept(
+def test_close_stores_the_blocks_of_running_requests_too(
     tmp_path: Path,
 ) -> None:
-    bench, worker = opened(tmp_path, 1.0, pipeline_depth=2)
+    """It takes the results of the steps in flight and ends the requests first."""
+    bench, worker = open_bench(tmp_path, 1.0, pipeline_depth=2)
     bench.add("done", prompt(1, 21), 2)
     bench.finish()
     bench.add("open", prompt(2, 21), 30)
     bench.add("waits", prompt(3, 21), 30)
     bench.step()
     bench.core.advance()
-    assert bench.core.scheduler.planner.in_flight, "nothing is in flight"
+    assert bench.core.scheduler.planner.in_flight, "no step is in flight"
     done = bench.core.scheduler.lifecycle.sequences["open"].digests[:5]
     bench.core.close()
     assert len(done) == 5 and {(0, digest) for digest in done} <= set(worker.kept)
@@ -85,8 +87,8 @@ def test_steps_in_flight_are_taken_and_open_requests_end_so_that_their_blocks_ar
     assert worker.closed_s == KEEP_AT_END_S - 1.0
 
 
-def test_pinned_prefixes_are_kept_too(tmp_path: Path) -> None:
-    bench, worker = opened(tmp_path, 1.0)
+def test_close_stores_pinned_prefixes_too(tmp_path: Path) -> None:
+    bench, worker = open_bench(tmp_path, 1.0)
     request = make_request("pin", prompt(1, 21), max_tokens=1, temperature=0.0)
     bench.core.add(msgspec.structs.replace(request, pin_s=0.0))
     while bench.core.has_work:
@@ -96,9 +98,9 @@ def test_pinned_prefixes_are_kept_too(tmp_path: Path) -> None:
     assert len(set(worker.kept)) == 5
 
 
-def test_all_of_it_takes_no_longer_than_it_may(tmp_path: Path) -> None:
-    """Host memory for one block at a time, so there are many orders."""
-    bench, worker = opened(tmp_path, 7.0, kv_host_gb=5e-6)
+def test_close_stops_storing_at_the_time_limit(tmp_path: Path) -> None:
+    """Host memory has slots for few blocks at a time, so there are many orders."""
+    bench, worker = open_bench(tmp_path, 7.0, kv_host_gb=5e-6)
     assert bench.core.scheduler.memory.kv.tier is not None
     num_at_once = bench.core.scheduler.memory.kv.tier.limits[0]
     assert num_at_once < 4
@@ -110,8 +112,8 @@ def test_all_of_it_takes_no_longer_than_it_may(tmp_path: Path) -> None:
     assert worker.closed_s == 0.0
 
 
-def test_an_engine_that_has_failed_keeps_nothing(tmp_path: Path) -> None:
-    bench, worker = opened(tmp_path, 1.0)
+def test_failed_engine_stores_no_blocks(tmp_path: Path) -> None:
+    bench, worker = open_bench(tmp_path, 1.0)
     bench.add("r", prompt(1, 21), 2)
     bench.finish()
     bench.core._death = "the device is gone"

@@ -1,6 +1,6 @@
-"""The core with a runner that fails: who ends with an error, and that all others are exact.
+"""The core with a runner that fails: the guilty requests get an error, all others exact tokens.
 
-The runner is wrapped by one that raises, or reports an error, for the plans that a test names.
+A wrapper around the runner raises, or reports an error, for the plans that a test selects.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ def folder() -> Path:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_step_that_raises_fails_one_request_only(folder: Path, depth: int, when: str) -> None:
+def test_raising_step_fails_only_the_guilty_request(folder: Path, depth: int, when: str) -> None:
     bench = Bench(folder, when, max_num_seqs=2, pipeline_depth=depth)
     bench.add("before", prompt(1, 9), 3)
     bench.add("poisoned", with_poison(prompt(2, 20), 11))
@@ -40,9 +40,9 @@ def test_a_step_that_raises_fails_one_request_only(folder: Path, depth: int, whe
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_blocks_of_a_failed_request_are_no_prefix_hits(folder: Path, depth: int) -> None:
-    """Steps of 8 tokens, blocks of 4: the step of tokens 8 to 15 fails because of token 14. The
-    whole request is suspect: also the blocks of the step before it are not used again."""
+def test_blocks_of_a_failed_request_are_not_prefix_hits(folder: Path, depth: int) -> None:
+    """Steps have 8 tokens, blocks 4: the step of tokens 8 to 15 fails because of token 14. The
+    whole request is suspect, so even blocks of the previous step are dropped."""
     line = prompt(5, 24)
     bench = Bench(folder, "after", max_num_batched_tokens=8, pipeline_depth=depth)
     bench.add("poisoned", with_poison(line, 14))
@@ -54,26 +54,26 @@ def test_blocks_of_a_failed_request_are_no_prefix_hits(folder: Path, depth: int)
     bench.assert_exact("clean")
 
 
-def test_plans_built_on_a_failed_one_are_not_carried_out(folder: Path) -> None:
-    """The failed plan would have given the row to another sequence. Until then the row's block
-    table is that of its former owners, whose blocks are still hits and must not be written."""
+def test_plans_after_a_failed_plan_are_not_executed(folder: Path) -> None:
+    """The failed plan would have given the row to another sequence. The row's block table still
+    lists its former owner's blocks, which are cached and must not be overwritten."""
     bench = Bench(folder, max_num_seqs=1, pipeline_depth=2)
-    kept = prompt(6, 18)
-    bench.add("long", kept, 2)
+    long_prompt = prompt(6, 18)
+    bench.add("long", long_prompt, 2)
     bench.finish()
     bench.add("short", prompt(7, 7), 2)  # leaves the row where the next token begins block 2
     bench.finish()
     bench.add("poisoned", with_poison(prompt(8, 5), 2))
     bench.finish()
     assert bench.failed() == {"poisoned"}
-    bench.add("long again", kept, 2)
+    bench.add("long again", long_prompt, 2)
     bench.finish()
     assert bench.last["long again"].num_cached_tokens == 16
     bench.assert_exact("long", "short", "long again")
 
 
-def test_a_step_that_fails_once_fails_nobody(folder: Path) -> None:
-    """As when memory was short for a moment: it does not fail again when it is repeated."""
+def test_step_that_fails_once_fails_no_request(folder: Path) -> None:
+    """The repeated step succeeds, as after a short lack of memory."""
     bench = Bench(folder, max_num_seqs=3, pipeline_depth=2)
     names = [f"r{i}" for i in range(5)]
     for i, name in enumerate(names):
@@ -93,8 +93,9 @@ def run_until_in_flight(bench: Bench, step_id: int) -> None:
         bench.step()
 
 
-def test_a_sequence_that_took_over_a_row_does_not_fail(folder: Path) -> None:
-    """Its row was another one's in the step that fails; only the one beside it was in that step."""
+def test_new_owner_of_a_failed_row_does_not_fail(folder: Path) -> None:
+    """An aborted sequence had the row in the failing step. Only the other sequence of that step
+    fails."""
     bench = Bench(folder, max_num_seqs=2, pipeline_depth=2)
     for i, name in enumerate(("aborted", "beside", "waits")):
         bench.add(name, prompt(10 + i, 6), 8)
@@ -107,7 +108,7 @@ def test_a_sequence_that_took_over_a_row_does_not_fail(folder: Path) -> None:
     bench.assert_exact("waits")
 
 
-def test_a_failed_step_of_aborted_requests_fails_nobody(folder: Path) -> None:
+def test_failed_step_of_aborted_requests_fails_no_request(folder: Path) -> None:
     bench = Bench(folder, max_num_seqs=1, pipeline_depth=2)
     bench.add("aborted", prompt(10, 6), 8)
     bench.add("waits", prompt(11, 6), 8)
@@ -119,7 +120,7 @@ def test_a_failed_step_of_aborted_requests_fails_nobody(folder: Path) -> None:
     bench.assert_exact("waits")
 
 
-def test_steps_that_fail_again_and_again(folder: Path) -> None:
+def test_repeated_step_failures_fail_only_guilty_requests(folder: Path) -> None:
     bench = Bench(folder, max_num_seqs=3, pipeline_depth=2)
     for i in range(9):
         tokens = prompt(20 + i, 5 + i)
@@ -129,8 +130,9 @@ def test_steps_that_fail_again_and_again(folder: Path) -> None:
     bench.assert_exact(*(bench.requests.keys() - bench.failed()))
 
 
-def test_rows_of_a_failed_plan_are_released_again(folder: Path) -> None:
-    """The plan that would have released them never ran, not even in parts; the next one must."""
+def test_rows_that_a_failed_plan_should_release_are_released_later(folder: Path) -> None:
+    """The plan with the releases never ran, not even in parts, so the next one must release the
+    rows."""
     bench = Bench(folder, max_num_seqs=2)
     for i in range(2):
         bench.add(f"scored {i}", prompt(30 + i, 6), prompt_logprobs=0)
@@ -149,12 +151,12 @@ def test_rows_of_a_failed_plan_are_released_again(folder: Path) -> None:
     bench.assert_exact("plain 0", "plain 1")
 
 
-# ---- the core cannot go on -----------------------------------------------------------------
+# ---- the core cannot continue --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_lost_device_stops_the_core(folder: Path, depth: int) -> None:
-    """A step raises, and the device answers nothing any more: no use to repeat it."""
+def test_lost_device_stops_the_core(folder: Path, depth: int) -> None:
+    """A step raises and the device no longer responds, so the step is not repeated."""
 
     def check_device() -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -168,7 +170,7 @@ def test_a_lost_device_stops_the_core(folder: Path, depth: int) -> None:
         bench.core.step()
 
 
-def test_an_executor_that_breaks_stops_the_core(folder: Path) -> None:
+def test_failing_executor_stops_the_core(folder: Path) -> None:
     bench = Bench(folder)
     bench.add("a", prompt(1, 9))
     bench.core.executor.close()
@@ -177,8 +179,10 @@ def test_an_executor_that_breaks_stops_the_core(folder: Path) -> None:
             bench.core.step()
 
 
-def test_a_raised_error_is_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One line per request that failed, and the traceback for those who look for it."""
+def test_step_error_is_logged_once_per_failed_request(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The traceback is logged once, at debug level."""
     bench = Bench(folder)
     for i in range(4):
         bench.add(f"r{i}", with_poison(prompt(i, 5), 2) if i % 2 else prompt(i, 5))
@@ -196,8 +200,8 @@ def test_a_raised_error_is_logged_once(folder: Path, caplog: pytest.LogCaptureFi
 
 @pytest.fixture(scope="module")
 def nan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The poison's embedding is NaN, and so is all that is computed from it, its keys and values
-    included. Nothing makes the model write it."""
+    """A checkpoint in which the poison token's embedding is NaN, and so are all keys, values and
+    logits computed from it. The model never samples the poison token."""
     folder = write_checkpoint(tmp_path_factory.mktemp("nan"), "llama", VOCAB)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -208,8 +212,8 @@ def nan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("backend", "depth"), in_turn(["torch", "reference"], [1, 2, 3]))
-def test_a_row_of_nan_logits_fails_alone(nan_folder: Path, depth: int, backend: str) -> None:
-    """Also those go on that share its step, take over its row, or write where it wrote."""
+def test_row_with_nan_logits_fails_alone(nan_folder: Path, depth: int, backend: str) -> None:
+    """Requests that share its step, take over its row, or reuse its blocks continue."""
     bench = Bench(
         nan_folder,
         max_num_seqs=3,
@@ -231,7 +235,7 @@ def test_a_row_of_nan_logits_fails_alone(nan_folder: Path, depth: int, backend: 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_blocks_of_a_failed_row_are_no_prefix_hits(folder: Path, depth: int) -> None:
+def test_blocks_of_a_failed_row_are_not_prefix_hits(folder: Path, depth: int) -> None:
     line = prompt(50, 17)
     bench = Bench(folder, pipeline_depth=depth)
     bench.runner.raises, bench.runner.row_error = (lambda plan: plan.step_id == 0), 0
@@ -247,8 +251,8 @@ def test_blocks_of_a_failed_row_are_no_prefix_hits(folder: Path, depth: int) -> 
     bench.assert_exact("beside", "again", "beside again")
 
 
-def test_a_row_that_fails_after_it_was_preempted(folder: Path) -> None:
-    """Its token was on the way when it lost its row; there is none, so it ends with the error."""
+def test_preempted_row_whose_step_fails_ends_with_the_error(folder: Path) -> None:
+    """Its token was in flight when it was preempted."""
     pool = 18 * 2 * 2 * 2 * 8 * 8 * 4  # blocks, K and V, layers, heads, head dim, bytes, tokens
     bench = Bench(folder, pipeline_depth=2, max_num_seqs=2, kv_cache_memory_bytes=pool)
     scheduler = bench.core.scheduler
@@ -256,12 +260,12 @@ def test_a_row_that_fails_after_it_was_preempted(folder: Path) -> None:
     bench.add("first", prompt(60, 31), 20)
     bench.add("second", prompt(61, 31), 20)
 
-    def loses_its_row(plan: Plan) -> bool:
-        """The second row's last plan: the one that follows it needs a block that is not there."""
-        held = sum(len(s.blocks.tables[0].blocks) for s in scheduler.rows.sequences())
-        return held == 18 and int(plan.computed_bound[0]) % 4 == 3
+    def is_last_before_preemption(plan: Plan) -> bool:
+        """Select the second row's last plan: the plan after it needs a block when none is free."""
+        num_held_blocks = sum(len(s.blocks.tables[0].blocks) for s in scheduler.rows.sequences())
+        return num_held_blocks == 18 and int(plan.computed_bound[0]) % 4 == 3
 
-    bench.runner.raises, bench.runner.row_error = loses_its_row, 1
+    bench.runner.raises, bench.runner.row_error = is_last_before_preemption, 1
     while not bench.failed():
         bench.step()
     assert bench.runner.num_raised == 1 and bench.failed() == {"second"}
@@ -270,7 +274,7 @@ def test_a_row_that_fails_after_it_was_preempted(folder: Path) -> None:
     bench.assert_exact("first")
 
 
-def test_requests_are_checked_before_they_are_queued(folder: Path) -> None:
+def test_invalid_requests_are_rejected_before_queueing(folder: Path) -> None:
     bench = Bench(folder)
     for tokens in ([], [VOCAB], [-1], [1] * MAX_LEN):
         with pytest.raises(RequestError):

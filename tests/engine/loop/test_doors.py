@@ -1,5 +1,10 @@
-"""Four doors, nothing else changes the scheduler's state: compared between all calls of an engine
-with stores, grammars, drafting, held files and KV events. Covers `engine/attachments/stores.py`."""
+"""Only the four doors change the scheduler's state.
+
+The state is compared between all calls of an engine with stores, grammars, drafting, retained files
+and KV events.
+
+Covers `engine/attachments/stores.py`.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,7 @@ from quire.ops.host.native import core as native_core
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import OMITTED, Deferred, dump, encode
-from tests.engine.loop.test_attachment import ask as ask_for
+from tests.engine.loop.test_attachment import ask as submit_to
 from tests.engine.loop.test_attachment import make_core
 from tests.support.engine.attachments import attached
 
@@ -34,7 +39,7 @@ if native_core() is None:
 
 
 def state_of(scheduler: Scheduler) -> bytes:
-    """All state of a scheduler but what attachments subscribe to."""
+    """Return all state of a scheduler except for the subscriptions of attachments."""
 
     def finish(value: Any) -> Any:
         assert isinstance(value, Deferred)
@@ -44,7 +49,7 @@ def state_of(scheduler: Scheduler) -> bytes:
 
 
 class StateWatcher(DoorWatcher):
-    """Compares the state before each call with that after the call before."""
+    """Compares the state before each call with the state after the previous call."""
 
     order = Order.RECORDER
 
@@ -82,7 +87,7 @@ class StateWatcher(DoorWatcher):
         self._check("close")
 
 
-def test_nothing_changes_the_state_between_two_calls(tmp_path: Path) -> None:
+def test_state_does_not_change_between_two_calls(tmp_path: Path) -> None:
     config = config_from_flat(
         model="demo", max_num_seqs=4, max_model_len=256, kv_cache_memory_bytes=8 << 20,
         kv_disk_dir=str(tmp_path), kv_host_gb=0.01, disable_log_stats=True,
@@ -120,11 +125,11 @@ def test_nothing_changes_the_state_between_two_calls(tmp_path: Path) -> None:
     assert watcher.calls >= expected, expected - watcher.calls
 
 
-def test_a_side_door_is_noticed() -> None:
+def test_watcher_detects_a_change_between_two_calls() -> None:
     core = make_core()
     watcher = StateWatcher(core.scheduler)
     core.attach(watcher)
-    ask_for(core)
+    submit_to(core)
     core.step()
     core.scheduler.memory.rates = MeasuredRates(prefill_tokens_per_s=5.0)
     with pytest.raises(EngineError, match="between update and schedule"):

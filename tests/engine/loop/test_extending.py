@@ -1,4 +1,4 @@
-"""The extensions, hit sources and attachments of docs/extend, run as they stand there."""
+"""Run the extensions, hit sources and attachments of docs/extend exactly as documented."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ PROMPT = list(range(10))
 
 
 def examples() -> dict[str, Any]:
-    """The classes of the page's modules that attach in code, by name."""
+    """Return the classes that the pages' modules define, by name."""
     found: dict[str, Any] = {}
     for source in EXAMPLE.findall(TEXT):
         scope: dict[str, Any] = {"__name__": "example"}
@@ -46,7 +46,7 @@ def make_core(caching: bool = False) -> EngineCore:
 
 
 def run(core: EngineCore, name: str, prompt: list[int], max_tokens: int = 1, **rest: Any) -> int:
-    """Serve one request to its end; the number of tokens that its first step computed."""
+    """Serve one request to its end; return the number of tokens that its first step computed."""
     core.add(msgspec.structs.replace(dry_request(name, prompt, max_tokens), **rest))
     plan = core.plan()
     assert plan is not None
@@ -55,20 +55,20 @@ def run(core: EngineCore, name: str, prompt: list[int], max_tokens: int = 1, **r
     return plan.num_scheduled_tokens
 
 
-def test_the_page_has_these_examples() -> None:
+def test_pages_define_the_expected_examples() -> None:
     assert set(EXAMPLES) == {"TokenQuota", "LastPrompt", "ForgetEvery"}
 
 
 @pytest.mark.parametrize("call", CALL.findall(TEXT))
-def test_features_attach_as_the_page_shows(call: str) -> None:
+def test_documented_calls_attach_the_features(call: str) -> None:
     core = make_core()
     before = len(core.scheduler.features) + len(core.attachments.all)
     exec(call, EXAMPLES | {"core": core})
     assert len(core.scheduler.features) + len(core.attachments.all) > before
-    assert run(core, "a", PROMPT) == len(PROMPT), "requests are served"
+    assert run(core, "a", PROMPT) == len(PROMPT), "the request was not computed"
 
 
-def test_the_quota_refuses_a_tenant_that_has_used_it() -> None:
+def test_quota_rejects_a_tenant_that_has_used_it_up() -> None:
     core = make_core()
     core.scheduler.attach(EXAMPLES["TokenQuota"](5))
     run(core, "a", PROMPT, 3, tenant="t")
@@ -78,21 +78,23 @@ def test_the_quota_refuses_a_tenant_that_has_used_it() -> None:
     assert run(core, "d", PROMPT, 2, tenant="other") == len(PROMPT)
 
 
-def test_the_source_shares_the_last_prompt_and_gives_it_up() -> None:
+def test_source_shares_the_last_prompt_and_evicts_it() -> None:
     core = make_core()
     pool = core.scheduler.memory.kv.pools[0]
     source = EXAMPLES["LastPrompt"](core.scheduler.memory.kv)
     core.scheduler.attach(source)
-    assert run(core, "a", PROMPT) == 10 and pool.num_used == 2, "its full blocks stay"
+    assert run(core, "a", PROMPT) == 10 and pool.num_used == 2, "its full blocks were not retained"
     assert run(core, "b", [*PROMPT, 50], 2) == 3 and pool.num_used == 2
-    assert run(core, "c", PROMPT[:8]) == 8, "one token is left to compute, so it hits nothing"
-    assert run(core, "d", [9, *PROMPT]) == 11, "another beginning"
-    assert run(core, "e", [7], 2) == 1 and pool.num_used == 2, "too short to be kept"
+    assert run(core, "c", PROMPT[:8]) == 8, "one token must be computed, so there is no hit"
+    assert run(core, "d", [9, *PROMPT]) == 11, "a prompt that begins differently was a hit"
+    assert run(core, "e", [7], 2) == 1 and pool.num_used == 2, (
+        "a prompt without a full block was retained"
+    )
     assert run(core, "f", list(range(20, 62))) == 42 and len(source.entries) == 1
     assert source.evict_one(None) and pool.num_used == 0 and not source.evict_one(None)
 
 
-def test_the_attachment_forgets_after_so_many_requests() -> None:
+def test_attachment_resets_the_cache_after_a_number_of_requests() -> None:
     core = make_core(caching=True)
     core.attach(EXAMPLES["ForgetEvery"](3))
     events: list[Event] = []
@@ -102,4 +104,4 @@ def test_the_attachment_forgets_after_so_many_requests() -> None:
         while core.has_work:
             core.step()
     found = [event.num_cached_tokens for event in events if isinstance(event, Admitted)]
-    assert found == [0, 8, 0, 8, 8, 0], "the third request and the sixth find nothing"
+    assert found == [0, 8, 0, 8, 8, 0], "the third and the sixth request must have no prefix hit"

@@ -1,4 +1,4 @@
-"""The paper's example of beam search on a live core, block number for block number (P fig. 9)."""
+"""The paper's beam search example on a live core, with the same block numbers (P fig. 9)."""
 
 import numpy as np
 
@@ -18,27 +18,27 @@ from tests.support.scheduler.fake_device import VOCAB, FakeDevice, FakeExecutor,
 FULL = CacheGroup("full", (0,), 1, 8)
 SIZE, WIDTH = 4, 4
 PROMPT = [41, 42, 43, 44]  # one full block
-NUM_BLOCKS = 17  # a prompt's block, and four of each beam should they share nothing else
+NUM_BLOCKS = 17  # the prompt's block, and four blocks per beam if beams share no others
 
 STAY = [(0, 1), (1, 2), (2, 3), (3, 4)]
-# What the model likes best, step by step: (beam, token), best first. Each token is different from
-# its sisters, so the four beams are four texts.
+# The best candidates of each step: (beam, token), best first. The tokens of a step differ, so the
+# four beams have four different texts.
 CHOICES: list[list[tuple[int, int]]] = [
-    [(0, 10), (0, 11), (0, 12), (0, 13)],  # the second block begins; two of the four stay
+    [(0, 10), (0, 11), (0, 12), (0, 13)],  # the second block: the figure shows two of 4
     *[STAY] * 7,
-    [(0, 20), (0, 21), (0, 22), (1, 23)],  # the fourth block begins: candidates 0-2, and 3
+    [(0, 20), (0, 21), (0, 22), (1, 23)],  # the fourth block: 0-2 share the third
     *[STAY] * 3,
     [(1, 30), (1, 31), (2, 32), (2, 33)],  # the dotted line: all originate from 1 and 2
     STAY,
 ]
 NUM_BEFORE = 12  # steps before the dotted line
-# The order in which the free list hands out the blocks, so that they get the figure's numbers. Of
-# the four beams of the second and the third block the figure shows two; the others are on 13 to 16.
+# The order in which the free list returns blocks, so that they get the figure's numbers. The figure
+# shows two of the four beams' second and third blocks; the other beams use blocks 13 to 16.
 FREE_ORDER = [0, 1, 2, 13, 14, 3, 4, 15, 16, 5, 8, 6, 7, 10, 12, 9, 11]
 
 
 def texts() -> list[list[tuple[int, ...]]]:
-    """The outputs of the beams, best first, before each step."""
+    """Return the outputs of the beams before each step, best beam first."""
     found: list[list[tuple[int, ...]]] = [[()]]
     for choice in CHOICES:
         found.append([(*found[-1][parent], token) for parent, token in choice])
@@ -46,8 +46,8 @@ def texts() -> list[list[tuple[int, ...]]]:
 
 
 class Oracle(FakeDevice):
-    """A device whose candidates make the beams of `CHOICES`. Like every fake device it checks that
-    each beam reads its own tokens through its table."""
+    """A device whose candidates make the beams of `CHOICES`. It checks that each beam reads its own
+    tokens through its table, like every fake device."""
 
     num_copied = 0  # blocks
 
@@ -57,7 +57,7 @@ class Oracle(FakeDevice):
         candidates = {}
         for row in plan.sample_rows.tolist():
             output = tuple(self.tokens[row][len(PROMPT) : self.computed[row]])
-            candidates[row] = self._likes(output)
+            candidates[row] = self._candidates_after(output)
         return result.replace(candidates=candidates)
 
     def _apply(self, plan: Plan) -> None:
@@ -66,8 +66,8 @@ class Oracle(FakeDevice):
             row = self.tokens[host.row][: host.position]
             self.tokens[host.row] = [*row, *host.token_ids.tolist()]
 
-    def _likes(self, output: tuple[int, ...]) -> Candidates:
-        """Beam k of t tokens is to have the score -t - k / 10; what is in no beam is unlikely."""
+    def _candidates_after(self, output: tuple[int, ...]) -> Candidates:
+        """Give beam k of t tokens the score -t - k / 10, and other continuations a low score."""
         beam = texts()[len(output)].index(output)
         children = [
             (token, -1 - (k - beam) / 10)
@@ -81,7 +81,7 @@ class Oracle(FakeDevice):
 
 
 class Figure:
-    """A core over the oracle, with one search."""
+    """A core over the oracle, with one beam search."""
 
     def __init__(self) -> None:
         self.kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE, free_orders=[FREE_ORDER])
@@ -100,7 +100,7 @@ class Figure:
 
     @property
     def beams(self) -> list[Sequence]:
-        """Candidates 0 to 3, best first."""
+        """Return candidates 0 to 3, best first."""
         group = self.core.scheduler.rows.sequences()[0].group
         assert group is not None
         return group.order
@@ -112,7 +112,7 @@ class Figure:
         return [tuple(beam.known_tokens[len(PROMPT) :].tolist()) for beam in self.beams]
 
     def num_refs(self) -> dict[int, int]:
-        """Of the blocks that are in use."""
+        """Return the reference counts of the blocks in use."""
         counts = {block: self.kv.pools[0].num_refs(block) for block in range(NUM_BLOCKS)}
         return {block: count for block, count in counts.items() if count}
 
@@ -124,7 +124,7 @@ class Figure:
         self.core.scheduler.check_invariants()
 
     def finish(self) -> list[tuple[int, ...]]:
-        """The beams that come out."""
+        """Run to the end and return the resulting beams."""
         while not (updates := self.core.step().details):
             self.core.scheduler.check_invariants()
         [update] = updates
@@ -132,13 +132,13 @@ class Figure:
         return [tuple(beam.token_ids) for beam in update.beams]
 
 
-def test_figure_9_candidates_share_blocks_as_a_tree() -> None:
+def test_beams_have_the_block_tables_of_figure_9() -> None:
     figure = Figure()
     figure.plan()
     for _ in range(NUM_BEFORE):
         figure.take()
         figure.plan()
-    # All share block 0, the prompt; 3 digresses at the second block, 0-2 at the fourth.
+    # All share block 0, the prompt; 3 diverges at the second block, 0-2 at the fourth.
     assert figure.outputs() == texts()[NUM_BEFORE]
     assert figure.tables() == [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
     assert figure.num_refs() == {0: 4, 1: 3, 2: 1, 3: 3, 4: 1, 5: 1, 6: 1, 7: 1, 8: 1}
@@ -146,7 +146,7 @@ def test_figure_9_candidates_share_blocks_as_a_tree() -> None:
     figure.take()  # the dotted line: the top 4 originate from candidates 1 and 2
     assert figure.outputs() == texts()[NUM_BEFORE + 1]
     assert figure.tables() == [[0, 1, 3, 6], [0, 1, 3, 6], [0, 1, 3, 7], [0, 1, 3, 7]]
-    assert figure.num_refs() == {0: 4, 1: 4, 3: 4, 6: 2, 7: 2}, "2, 4, 5 and 8 are to be free"
+    assert figure.num_refs() == {0: 4, 1: 4, 3: 4, 6: 2, 7: 2}, "blocks 2, 4, 5 and 8 are not free"
 
     figure.plan()  # new blocks for the new candidates; nothing is copied
     assert figure.tables() == [
@@ -159,4 +159,4 @@ def test_figure_9_candidates_share_blocks_as_a_tree() -> None:
 
     assert figure.finish() == texts()[-1]
     assert figure.num_refs() == {}
-    assert figure.device.num_copied == 0, "a full block is shared, not copied"
+    assert figure.device.num_copied == 0, "a full block was copied instead of shared"

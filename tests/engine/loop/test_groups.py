@@ -1,4 +1,4 @@
-"""Requests for several sequences: each is what it is alone, however the group is scheduled.
+"""Each sequence of a request for several gets the tokens that it gets alone, whatever the schedule.
 
 Covers `scheduler/branching/branching.py`.
 """
@@ -22,7 +22,7 @@ LENGTH = 14
 
 
 class Groups(Bench):
-    """Keeps what each sequence of a request got."""
+    """A bench that collects the tokens and finish reason of each sequence."""
 
     def __init__(self, architecture: str = "llama", **settings: Any) -> None:
         super().__init__(checkpoint(architecture), **settings)
@@ -31,7 +31,7 @@ class Groups(Bench):
         self.samples: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
 
-    def ask(self, name: str, prompt: list[int], n: int, **more: Any) -> None:
+    def submit(self, name: str, prompt: list[int], n: int, **more: Any) -> None:
         params = SamplingParams(
             **({"n": n, "temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True} | more)
         )
@@ -41,7 +41,7 @@ class Groups(Bench):
         outputs = read(self.reader, self.core.step())
         for output in outputs:
             key = output.request_id, output.index
-            assert key not in self.endings, "news after the end"
+            assert key not in self.endings, "update after the end"
             self.samples.setdefault(key, []).extend(output.token_ids)
             if output.finish is not None:
                 self.endings[key] = output.finish.reason
@@ -59,9 +59,9 @@ class Groups(Bench):
 
 
 def alone(prompt: list[int], index: int, **more: Any) -> list[int]:
-    """What a request for enough sequences gives at this index, with nobody else around."""
+    """Return the tokens of this sequence index in an engine with no other requests."""
     groups = Groups(max_num_seqs=8, enable_prefix_caching=False)
-    groups.ask("r", prompt, index + 1, **more)
+    groups.submit("r", prompt, index + 1, **more)
     groups.finish()
     return groups.samples["r", index]
 
@@ -69,13 +69,13 @@ def alone(prompt: list[int], index: int, **more: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     found = [alone(PROMPT, index) for index in range(4)]
-    assert len({tuple(tokens) for tokens in found}) == 4, "the samples are to differ"
+    assert len({tuple(tokens) for tokens in found}) == 4, "the samples do not differ"
     return found
 
 
-def test_the_first_sequence_is_that_of_a_request_for_one(expected: list[list[int]]) -> None:
+def test_first_sequence_equals_that_of_a_request_with_n_1(expected: list[list[int]]) -> None:
     groups = Groups(max_num_seqs=8)
-    groups.ask("one", PROMPT, 1)
+    groups.submit("one", PROMPT, 1)
     groups.finish()
     assert groups.samples["one", 0] == expected[0]
 
@@ -84,19 +84,19 @@ def test_the_first_sequence_is_that_of_a_request_for_one(expected: list[list[int
     ("caching", "depth", "budget"),
     in_turn([True, False], [1, 2, 3], [3, 16, 64]),
 )
-def test_sequences_are_what_they_are_alone(
+def test_sequences_do_not_depend_on_the_batch(
     caching: bool, depth: int, budget: int, expected: list[list[int]]
 ) -> None:
-    """Prompts in chunks, plans in flight, others in the batch."""
+    """Prompts are chunked, plans are in flight, and other requests share the batch."""
     groups = Groups(
         max_num_seqs=8,
         max_num_batched_tokens=budget,
         pipeline_depth=depth,
         enable_prefix_caching=caching,
     )
-    groups.ask("a", OTHERS["a"], 1)
-    groups.ask("r", PROMPT, 4)
-    groups.ask("c", OTHERS["c"], 3)
+    groups.submit("a", OTHERS["a"], 1)
+    groups.submit("r", PROMPT, 4)
+    groups.submit("c", OTHERS["c"], 3)
     groups.finish()
     for index in range(4):
         assert groups.samples["r", index] == expected[index]
@@ -109,10 +109,10 @@ def test_sequences_are_what_they_are_alone(
     ("mode", "caching", "depth"),
     in_turn(["recompute", "swap"], [True, False], [3, 1, 2]),
 )
-def test_a_group_is_preempted_and_comes_back_as_one(
+def test_group_is_preempted_and_resumed_as_one(
     mode: str, caching: bool, depth: int, expected: list[list[int]]
 ) -> None:
-    """The pool holds one group at its longest, not two requests."""
+    """The pool has blocks for the longest group, but not for both requests."""
     groups = Groups(
         max_num_seqs=8,
         max_num_batched_tokens=16,
@@ -122,25 +122,25 @@ def test_a_group_is_preempted_and_comes_back_as_one(
         kv_cache_memory_bytes=pool_bytes(checkpoint("llama"), 21, 4),
         watermark=0.0,
     )
-    groups.ask("a", OTHERS["a"], 1, max_tokens=40)
-    groups.ask("r", PROMPT, 4)
+    groups.submit("a", OTHERS["a"], 1, max_tokens=40)
+    groups.submit("r", PROMPT, 4)
     preempted = False
     while groups.core.has_work:
         groups.step()
         running = [s for s in groups.core.scheduler.rows.sequences() if s.request.request_id == "r"]
         preempted |= any(s.num_preemptions for s in running)
-    assert preempted, "the test is to preempt the group"
+    assert preempted, "the group was not preempted"
     assert (groups.num_moves["load"] > 0) == (mode == "swap")
     for index in range(4):
         assert groups.samples["r", index] == expected[index]
     assert len(groups.samples["a", 0]) == 40
 
 
-def test_the_prompt_is_held_once_and_its_last_block_is_copied_on_write() -> None:
-    """P fig. 8: the prompt's blocks have as many references as there are sequences; whoever writes
-    into the shared last block first gets a copy, the last one writes where it is."""
+def test_sequences_share_prompt_blocks_and_copy_the_last_one_on_write() -> None:
+    """P fig. 8: each sequence references the prompt's blocks. The first to write into the shared
+    last block gets a copy; the last one writes in place."""
     groups = Groups(max_num_seqs=4, enable_prefix_caching=False)
-    groups.ask("r", PROMPT[:7], 2)  # one full block, and three of four slots of another
+    groups.submit("r", PROMPT[:7], 2)  # one full block, and three of four slots of another
     pool = groups.core.scheduler.memory.kv.pools[0]
     groups.step()
     first, second = groups.core.scheduler.rows.sequences()
@@ -156,10 +156,10 @@ def test_the_prompt_is_held_once_and_its_last_block_is_copied_on_write() -> None
     assert pool.num_used == 3
 
 
-def test_rows_are_held_for_all_sequences_before_the_first_token() -> None:
+def test_rows_are_reserved_for_all_sequences_at_admission() -> None:
     groups = Groups(max_num_seqs=4, max_num_batched_tokens=4)
-    groups.ask("r", PROMPT, 3)
-    groups.ask("b", OTHERS["b"], 2)
+    groups.submit("r", PROMPT, 3)
+    groups.submit("b", OTHERS["b"], 2)
     groups.step()
     assert groups.core.scheduler.num_free_rows == 1  # too few for the second request
     while ("r", 0) not in groups.endings:
@@ -170,9 +170,9 @@ def test_rows_are_held_for_all_sequences_before_the_first_token() -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 0, 1])
-def test_an_abort_ends_one_sequence_or_all(index: int, expected: list[list[int]]) -> None:
+def test_abort_ends_one_sequence_or_all(index: int, expected: list[list[int]]) -> None:
     groups = Groups(max_num_seqs=4)
-    groups.ask("r", PROMPT, 3)
+    groups.submit("r", PROMPT, 3)
     for _ in range(4):
         groups.step()
     groups.core.control(Abort("r", index=index))
@@ -183,9 +183,9 @@ def test_an_abort_ends_one_sequence_or_all(index: int, expected: list[list[int]]
         assert groups.samples["r", i] == expected[i][: len(groups.samples["r", i])]
 
 
-def test_an_abort_before_the_fork_gives_the_rows_back() -> None:
+def test_abort_before_the_fork_frees_the_reserved_rows() -> None:
     groups = Groups(max_num_seqs=4, max_num_batched_tokens=4)
-    groups.ask("r", PROMPT, 4)
+    groups.submit("r", PROMPT, 4)
     groups.step()
     assert groups.core.scheduler.num_free_rows == 0
     groups.core.control(Abort("r"))
@@ -194,34 +194,32 @@ def test_an_abort_before_the_fork_gives_the_rows_back() -> None:
     groups.finish()
 
 
-def test_penalties_and_stop_tokens_count_for_each_sequence_alone() -> None:
+def test_penalties_apply_to_each_sequence_separately() -> None:
     more: dict[str, Any] = {"presence_penalty": 1.5, "repetition_penalty": 1.3, "max_tokens": 20}
     groups = Groups(max_num_seqs=8)
-    groups.ask("r", PROMPT, 3, **more)
+    groups.submit("r", PROMPT, 3, **more)
     groups.finish()
     for index in range(3):
         assert groups.samples["r", index] == alone(PROMPT, index, **more)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_guilty_request_fails_with_all_its_sequences(
-    depth: int, expected: list[list[int]]
-) -> None:
+def test_guilty_request_fails_with_all_its_sequences(depth: int, expected: list[list[int]]) -> None:
     groups = Groups(max_num_seqs=8, pipeline_depth=depth)
     groups.runner.raises = groups.runner.holds_poison
-    groups.ask("bad", [1, 2, 96, 4, 5], 3)
-    groups.ask("r", PROMPT, 4)
+    groups.submit("bad", [1, 2, 96, 4, 5], 3)
+    groups.submit("r", PROMPT, 4)
     groups.finish()
     assert groups.endings["bad", 0] == "error"
     assert not any(groups.samples.get(("bad", index)) for index in range(3))
     assert [groups.samples["r", index] for index in range(4)] == expected
 
 
-def test_what_can_never_fit_is_refused() -> None:
+def test_requests_that_can_never_fit_are_rejected() -> None:
     groups = Groups(max_num_seqs=4, kv_cache_memory_bytes=pool_bytes(checkpoint("llama"), 18, 4))
     with pytest.raises(RequestError, match="max_num_seqs"):
-        groups.ask("r", PROMPT, 5)
+        groups.submit("r", PROMPT, 5)
     with pytest.raises(RequestError, match="KV blocks|blocks than the pool"):
-        groups.ask("r", PROMPT, 4, max_tokens=50)
-    groups.ask("r", PROMPT, 3, max_tokens=8)
+        groups.submit("r", PROMPT, 4, max_tokens=50)
+    groups.submit("r", PROMPT, 3, max_tokens=8)
     groups.finish()

@@ -1,4 +1,5 @@
-"""A prompt in pieces: after the last one only that is left to compute. In steps, not in time."""
+"""After the last piece of an open prompt only that piece is left to compute. Measured in steps, not
+in time."""
 
 import random
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ def request_of(engine: Engine, token_ids: list[int], is_open: bool) -> Request:
 
 
 def steps_to_first_token(engine: Engine) -> tuple[int, list[int]]:
-    """The number of steps until the first token, and all tokens."""
+    """Return the number of steps until the first token, and all tokens."""
     num_steps, first = 0, 0
     while True:
         num_steps += 1
@@ -53,17 +54,18 @@ def steps_to_first_token(engine: Engine) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("num_last", [1, 7, 63, 64, 65, 150])
 @pytest.mark.parametrize("num_before", [1, 200, pytest.param(641, marks=pytest.mark.slow)])
-def test_as_many_steps_as_a_prompt_of_the_last_piece(
+def test_last_piece_takes_as_many_steps_as_a_prompt_of_its_length(
     engine: Engine, num_before: int, num_last: int
 ) -> None:
-    """One more at most, for the token that was held back; and the tokens of the whole prompt."""
+    """At most one step more, for the token that was held back. The tokens are those of the whole
+    prompt."""
     rng = random.Random(num_before + num_last)
     whole = [rng.randrange(3, 1500) for _ in range(num_before + num_last)]
     last = whole[num_before:]
     engine.client.add(request_of(engine, last, is_open=False))
     alone, _ = steps_to_first_token(engine)
     engine.client.add(request_of(engine, whole, is_open=False))
-    at_once, expected = steps_to_first_token(engine)
+    unsplit, expected = steps_to_first_token(engine)
 
     request = request_of(engine, whole[: num_before // 2 or 1], is_open=True)
     engine.client.add(request)
@@ -75,4 +77,4 @@ def test_as_many_steps_as_a_prompt_of_the_last_piece(
     streamed, token_ids = steps_to_first_token(engine)
     assert token_ids == expected
     assert streamed <= alone + 1
-    assert streamed <= at_once
+    assert streamed <= unsplit

@@ -1,7 +1,7 @@
-"""Log-probabilities of prompts whose rows are preempted while they are computed.
+"""Prompt log-probabilities of rows that are preempted in the middle of their prompt.
 
-A resumed prompt may find more of itself in a cache than was scored. The blocks come from its own
-plans in flight, other requests, host memory or a pinned prefix. In every case each position is
+A resumed prompt may find more of its tokens in a cache than were scored. The blocks come from its
+own plans in flight, other requests, host memory or a pinned prefix. In every case each position is
 scored once, in order, with the score of the model alone.
 """
 
@@ -30,14 +30,14 @@ def folder() -> Path:
 
 
 def reference(folder: Path, tokens: list[int]) -> list[float]:
-    """What transformers' logits say of each token behind the first."""
+    """Return the log-probability of each token after the first, by transformers' logits."""
     logits = reference_logits(folder, tokens).double()
     logprobs = logits.log_softmax(-1)
     return [float(logprobs[i, token]) for i, token in enumerate(tokens[1:])]
 
 
 def scores(bench: Bench, name: str) -> tuple[list[int], list[float]]:
-    """Which tokens were scored, and how."""
+    """Return the scored tokens and their log-probabilities."""
     found = [c for o in bench.history[name] for c in o.prompt_candidates or []]
     return [int(c.token_ids[0]) for c in found], [float(c.logprobs[0]) for c in found]
 
@@ -50,27 +50,29 @@ def assert_scored(bench: Bench, name: str) -> None:
 
 
 class Scores(Bench):
-    """A pool of so few blocks of 4 tokens that rows are taken away; who lost one amid its prompt
-    is written down."""
+    """A bench with a pool of so few blocks of 4 tokens that rows are preempted. It collects the
+    requests that were preempted in the middle of their prompt."""
 
     def __init__(self, folder: Path, num_blocks: int, **settings: Any) -> None:
         memory = pool_bytes(folder, num_blocks, 4)
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 9, "max_model_len": 44}
         settings = defaults | {"watermark": 0.0} | settings
         super().__init__(folder, kv_cache_memory_bytes=memory, **settings)
-        self.begun_again: set[str] = set()
+        self.restarted: set[str] = set()
         self.core.subscribe(self._hear)
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Preempted):
-            self.begun_again |= {event.request_id} if self._is_amid(event.request_id) else set()
+            self.restarted |= (
+                {event.request_id} if self._is_partly_scored(event.request_id) else set()
+            )
 
-    def _is_amid(self, name: str) -> bool:
+    def _is_partly_scored(self, name: str) -> bool:
         scored = len(scores(self, name)[0]) if name in self.history else 0
         return 0 < scored < len(self.requests[name].prompt_token_ids) - 1
 
     def step(self) -> list[SequenceUpdate]:
-        """There are several sequences of a name, which end one by one."""
+        """A request may have several sequences, which end one by one."""
         outputs = read(self.reader, self.core.step())
         for output in outputs:
             self.last[output.request_id] = output
@@ -88,7 +90,7 @@ class Scores(Bench):
 
 
 def program(bench: Scores, seed: int, poisons: bool = False) -> set[str]:
-    """Requests that share prefixes; returns those that are scored and nothing is wrong with."""
+    """Run requests that share prefixes; return the scored ones that must succeed."""
     rng, scored = random.Random(seed), set[str]()
     for i in range(7):
         name, length = f"r{i}", rng.randint(9, 32)
@@ -114,12 +116,14 @@ def program(bench: Scores, seed: int, poisons: bool = False) -> set[str]:
 @pytest.mark.parametrize(
     ("mode", "depth"), in_turn(["recompute", "swap", "pins", "host tier", "faults"], [1, 3, 2])
 )
-def test_whatever_takes_their_rows(folder: Path, depth: int, mode: str) -> None:
-    """Each scored prompt has all its positions, and some of them were computed in two goes."""
+def test_preempted_prompts_are_scored_once_per_position(
+    folder: Path, depth: int, mode: str
+) -> None:
+    """Some of the prompts were preempted after a part of their positions was scored."""
     settings: dict[str, Any] = {"preemption_mode": "swap" if mode == "swap" else "recompute"}
     if mode == "host tier":
         settings["kv_host_gb"] = 0.001
-    begun_again = 0
+    restarted = 0
     for seed in (0, 1):
         bench = Scores(folder, 18 if mode == "pins" else 14, pipeline_depth=depth, **settings)
         if mode == "pins":
@@ -128,14 +132,14 @@ def test_whatever_takes_their_rows(folder: Path, depth: int, mode: str) -> None:
         assert bench.failed() == ({"r1", "r5"} if mode == "faults" else set())
         for name in scored:
             assert_scored(bench, name)
-        begun_again += len(bench.begun_again & scored)
+        restarted += len(bench.restarted & scored)
     if (mode, depth) != ("faults", 1):
-        assert begun_again > 0, "nobody lost its row amid its prompt"
+        assert restarted > 0, "no row was preempted in the middle of its prompt"
 
 
 @pytest.mark.parametrize("num_scored", [9, 18, 27])
-def test_a_pinned_prefix_whose_windows_have_moved_on(num_scored: int) -> None:
-    """A row comes back amid the prefix: the pin holds the windows of its last token alone."""
+def test_prompt_resumed_inside_a_pinned_windowed_prefix_is_scored(num_scored: int) -> None:
+    """The pin holds only the window of the prefix's last token."""
     bench, tokens = Scores(checkpoint("mistral"), 40), prompt(3, 32)
     bench.pin(tokens[:30])
     bench.add("scored", tokens, 4, **SCORED)
@@ -149,7 +153,7 @@ def test_a_pinned_prefix_whose_windows_have_moved_on(num_scored: int) -> None:
     assert_scored(bench, "scored")
 
 
-def test_asking_for_the_cache_does_not_shift_them(folder: Path) -> None:
+def test_explicit_cache_reading_does_not_shift_prompt_scores(folder: Path) -> None:
     bench = Scores(folder, 14)
     bench.add("first", prompt(1, 20), 1)
     bench.finish()

@@ -1,4 +1,4 @@
-"""Failing steps, of every kind and at every place, in a small engine with a real model.
+"""Step failures of every kind and at every place, in a small engine with a real model.
 
 Random programs send requests of all kinds to a tight pool with a host tier and swaps in both
 directions. The next fault goes to the least covered cell of the table of kinds and places. At the
@@ -40,11 +40,11 @@ from tests.support.engine.updates import read, run_to_end
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 MAX_LEN = 48
-GUILTY = 1000  # the seed of a request that brings its fault with it, to its prompt,
-GUILTY_LATER = 1001  # or to its second output token
+GUILTY = 1000  # the seed of a request that makes steps with its prompt fail
+GUILTY_LATER = 1001  # the seed of one that fails from its second output token on
 PLACES = ("begin", "tables", "forward", "after forward", "sampling", "result", "counters")
 MOVES = ("swap_out", "load", "copy")
-KINDS = (  # those that come least often first
+KINDS = (  # the rarest first
     "forks", "pieces", "pins", "beams", "scored", "load", "swap_out", "copy", "prompts", "outputs"
 )  # fmt: skip
 Cell = tuple[str, str]
@@ -58,8 +58,8 @@ Point = tuple[Any, str, str, bool]  # an object, its method, the place, whether 
 
 
 def points_of(runner: Any) -> list[Point]:
-    """Behind `sample` come the counters, and nothing after these. A step that chooses no token
-    fails before them."""
+    """Return the points of a step at which a fault can be raised. No point follows the counters, so
+    a step that samples no token fails just before them."""
     last = [(runner.rows.ops, "advance", place, False) for place in PLACES[4:]]
     return [
         (runner, "follow", "begin", False),
@@ -78,8 +78,8 @@ def points_of(runner: Any) -> list[Point]:
 class Faults:
     """A runner that raises at one place of a step.
 
-    chance: at the first try of a step, where the table has the fewest; otherwise whenever the row
-    of a guilty request is in the plan, at `place`.
+    Without `place`, the first run of a step fails at the place with the fewest faults in the table.
+    Otherwise each plan with a row of a guilty request fails at `place`.
     """
 
     def __init__(self, runner: Any, table: Counter[Cell], place: str | None) -> None:
@@ -89,15 +89,15 @@ class Faults:
         self.pins: set[int] = set()  # seeds of prefixes to pin
         self.places = PLACES
         self.num_raised = 0
-        self.suspects: Any = ()  # alone in a plan, and guilty if that fails
-        self._seeds: dict[int, tuple[int, bool]] = {}  # by row: of its request; whether scored
+        self.suspects: Any = ()  # planned alone, and guilty if that plan fails
+        self._seeds: dict[int, tuple[int, bool]] = {}  # by row: request seed, is scored
         self._prompt_lens: dict[int, int] = {}
-        self.moved: set[int] = set()  # seeds of those for whom there was a move of that kind
+        self.moved: set[int] = set()  # seeds of requests with a move of that kind
         self._now: str | None = None
         self._last_step, self._last_fault = -1, -2
-        self._put_in()
+        self._install()
 
-    def _put_in(self) -> None:
+    def _install(self) -> None:
         runner = self.runner
         for owner, name, place, is_after in points_of(runner):
             setattr(owner, name, self._with_fault(getattr(owner, name), place, is_after))
@@ -132,7 +132,7 @@ class Faults:
         for fork in plan.forked:
             self._seeds[fork.child] = self._seeds[fork.parent]
             self._prompt_lens[fork.child] = self._prompt_lens[fork.parent]
-        self._now = self._choose(plan) if self.place is None else self._blamed(plan)
+        self._now = self._choose(plan) if self.place is None else self._place_of_guilty(plan)
         try:
             return carry_out(plan)
         except StepFault as fault:
@@ -142,7 +142,7 @@ class Faults:
         finally:
             self._now = None
 
-    def _blamed(self, plan: Plan) -> str | None:
+    def _place_of_guilty(self, plan: Plan) -> str | None:
         if self.place in MOVES:
             self._note_moved(plan)
             return self.place
@@ -173,7 +173,7 @@ class Faults:
         ]
         least = min(cells)
         if least[0] and plan.step_id < self._last_fault + 2:
-            return None  # every other step fails, and all that are of use
+            return None  # at most every other step fails, unless its cell is still empty
         self._last_fault = plan.step_id
         return least[3]
 
@@ -199,7 +199,7 @@ class Faults:
 
 
 class Engine:
-    """A core over a tiny model with faults, and what its requests were given."""
+    """A core over a tiny model with faults, and the outputs of its requests."""
 
     def __init__(
         self, depth: int, num_blocks: int = 14, architecture: str = "llama", **more: Any
@@ -273,7 +273,7 @@ def request(name: str, tokens: list[int], seed: int, **params: Any) -> Request:
 
 
 def run_program(engine: Engine, seed: int, has_guilty: bool) -> None:
-    """Requests of all kinds, pieces of prompts, an abort, a time limit; until all have ended."""
+    """Run requests of all kinds, prompt pieces, an abort and a timeout until all have ended."""
     rng = random.Random(seed)
     shared = prompt(seed, 14)
     engine.add(request("pin", shared[:10], 1, max_tokens=1, pin_s=0.0))
@@ -331,7 +331,7 @@ SEEDS |= {f"r{i}": 10 + i for i in range(10)}
 
 @cache
 def wanted(seed: int, architecture: str = "llama") -> Engine:
-    """The same program without faults, in a large pool."""
+    """Run the same program without faults in a large pool."""
     engine = Engine(1, 200, architecture, kv_host_gb=0.0).start()
     run_program(engine, seed, has_guilty=False)
     return engine
@@ -341,8 +341,8 @@ def wanted(seed: int, architecture: str = "llama") -> Engine:
     ("depth", "num_programs"),
     [(2, 2), *(pytest.param(depth, 12, marks=pytest.mark.slow) for depth in (1, 2, 3))],
 )
-def test_a_fault_by_chance_costs_nobody(depth: int, num_programs: int) -> None:
-    """Two programs; or as many as it takes to fail in every kind of step at every place."""
+def test_random_faults_fail_no_request(depth: int, num_programs: int) -> None:
+    """Run two programs, or as many as it takes to cover every kind of step and every place."""
     table: Counter[Cell] = Counter()
     for seed in range(num_programs):
         engine = Engine(depth).start(table)
@@ -351,7 +351,7 @@ def test_a_fault_by_chance_costs_nobody(depth: int, num_programs: int) -> None:
         if not empty_cells(table):
             break
     if num_programs > 2:
-        assert not empty_cells(table), "never tried"
+        assert not empty_cells(table), "some cells of the table had no fault"
     assert sum(table.values()) > 20
 
 
@@ -363,7 +363,7 @@ def empty_cells(table: Counter[Cell]) -> list[Cell]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_more_faults_by_chance(depth: int) -> None:
+def test_more_random_faults_fail_no_request(depth: int) -> None:
     for seed in range(20, 60):
         engine = Engine(depth, num_blocks=14 + seed % 5).start(Counter())
         run_program(engine, seed, has_guilty=False)
@@ -380,7 +380,7 @@ def test_more_faults_by_chance(depth: int) -> None:
         ),
     ],
 )
-def test_a_fault_that_a_request_brings_costs_that_one(place: str, depth: int) -> None:
+def test_guilty_request_fails_alone(place: str, depth: int) -> None:
     run_guilty(place, depth, depth)
 
 
@@ -391,20 +391,20 @@ def test_a_fault_that_a_request_brings_costs_that_one(place: str, depth: int) ->
         for i, (place, depth) in enumerate(zip(PLACES, cycle((2, 3, 1)), strict=False))
     ],
 )
-def test_where_layers_remember_a_state_it_costs_that_one_too(place: str, depth: int) -> None:
-    """Which is found by being alone, since no step is run again."""
+def test_guilty_request_fails_alone_with_stateful_layers(place: str, depth: int) -> None:
+    """The engine finds it by planning requests alone, because such steps are never repeated."""
     run_guilty(place, depth, depth, "qwen3_5_text")
 
 
 @pytest.mark.parametrize(
     ("depth", "num_programs", "architecture"),
     [
-        (3, 1, "qwen3_5_text"),  # has two layers, the other four
+        (3, 1, "qwen3_5_text"),  # two layers; the other has four
         *((depth, 2, "qwen3_5") for depth in (1, 2, 3)),
     ],
 )
 @pytest.mark.slow
-def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(
+def test_random_faults_fail_no_request_with_stateful_layers(
     depth: int, num_programs: int, architecture: str
 ) -> None:
     table: Counter[Cell] = Counter()
@@ -418,7 +418,7 @@ def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_more_faults_that_requests_bring(place: str, depth: int) -> None:
+def test_more_guilty_requests_fail_alone(place: str, depth: int) -> None:
     for seed in range(20, 30):
         run_guilty(place, depth, seed)
 
@@ -431,8 +431,8 @@ def run_guilty(place: str, depth: int, seed: int, architecture: str = "llama") -
 
 
 @pytest.mark.parametrize("depth", slow_but((1, 2, 3), 2))
-def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
-    """Whoever was to be swapped out computes again; the rows of that step are not to blame."""
+def test_failed_swap_out_falls_back_to_recompute(depth: int) -> None:
+    """The rows of the failing step are not suspects."""
     engine = Engine(depth).start(Counter(), "swap_out")
     run_program(engine, depth, has_guilty=False)
     assert engine.faults is not None and engine.faults.num_raised > 0
@@ -450,7 +450,7 @@ def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
         ),
     ],
 )
-def test_a_move_that_fails_costs_those_whose_blocks_it_brings(depth: int, place: str) -> None:
+def test_failed_block_move_fails_only_the_requests_it_serves(depth: int, place: str) -> None:
     engine = Engine(depth).start(Counter(), place)
     run_program(engine, depth, has_guilty=False)
     assert engine.faults is not None and engine.faults.num_raised > 0

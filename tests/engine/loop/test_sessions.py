@@ -1,5 +1,5 @@
-"""Retained requests in a whole engine: the demo model's tokens to the bit, whatever a fork shares
-and however short memory is. The client in this process reports them correctly.
+"""Retained requests in a whole engine: forks get exactly the demo model's tokens, whatever they
+share and however short memory is. The in-process client reports them correctly.
 
 Covers `engine/client/client.py`.
 """
@@ -32,7 +32,7 @@ OTHERS = ["The bear sat by the river and", "Long ago, in a small house,", "A bir
 
 
 class Engine:
-    """An engine of the demo model, asked in tokens."""
+    """An engine of the demo model that takes prompts as token ids."""
 
     def __init__(self, num_blocks: int = 26, **settings: Any) -> None:
         sizes = {"max_num_seqs": 6, "max_model_len": 128, "dtype": "float32"}
@@ -66,18 +66,19 @@ class Engine:
         return [done[request.request_id] for request in requests]
 
     def tokens(self, token_ids: list[int], fork: Fork | None = None, **params: Any) -> list[Any]:
-        """What a request gets, of all its samples."""
+        """Return the tokens of all samples of a new request."""
         [output] = self.finish(self.ask(token_ids, fork, **params))
         return [completion.token_ids for completion in output.outputs]
 
     def plain(self, token_ids: list[int], **params: Any) -> list[Any]:
-        """What a new request gets; each question is asked once."""
+        """Return the tokens of a request without a fork; results are cached."""
         key = repr((token_ids, sorted(params.items())))
         if key not in self._found:
             self._found[key] = self.tokens(token_ids, **params)
         return self._found[key]
 
     def kept(self, **params: Any) -> RetainedRequest:
+        """Serve a request and return it as retained."""
         request = self.ask(self.story, **({"max_tokens": 20, "keep_s": 600} | params))
         self.finish(request)
         return self.held(request.request_id)
@@ -92,7 +93,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def reference() -> Iterator[Engine]:
-    """With room, and nothing held."""
+    """An engine with spare memory and no retained requests."""
     engine = Engine(num_blocks=200, enable_prefix_caching=False, max_num_seqs=8)
     yield engine
     engine.close()
@@ -101,24 +102,24 @@ def reference() -> Iterator[Engine]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no prefix cache": {"enable_prefix_caching": False},
-    "ahead": {"pipeline_depth": 2},
+    "depth 2": {"pipeline_depth": 2},
     "int8 blocks": {"kv_cache_dtype": "int8"},
-    "guesses": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "host tier": {"kv_host_gb": 0.01},
     "swapping": {"preemption_mode": "swap", "max_num_batched_tokens": 16},
 }
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def engines_release_everything(request: pytest.FixtureRequest) -> Iterator[None]:
     names = [name for name in ("engine", "reference") if name in request.fixturenames]
     engines = [request.getfixturevalue(name) for name in names]
     yield
     for engine in engines:
-        _let_go(engine)
+        _release_all(engine)
 
 
-def _let_go(engine: Engine) -> None:
+def _release_all(engine: Engine) -> None:
     for one in engine.client.held():
         engine.client.keep(one.id, 0.0)
     engine.scheduler.check_invariants()
@@ -126,37 +127,37 @@ def _let_go(engine: Engine) -> None:
     assert view.num_free_blocks == view.num_blocks, "blocks leak"
 
 
-@pytest.fixture(scope="module", params=slow_but(SETTINGS, "guesses", "host tier", "swapping"))
+@pytest.fixture(scope="module", params=slow_but(SETTINGS, "drafts", "host tier", "swapping"))
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     made = Engine(**SETTINGS[request.param])
     yield made
     made.close()
 
 
-def expected_by(engine: Engine, reference: Engine) -> Engine:
-    """Who says what is right: int8 blocks give other numbers."""
+def reference_for(engine: Engine, reference: Engine) -> Engine:
+    """Return the engine that computes the expected tokens; int8 blocks change the numbers."""
     is_exact = engine.llm.engine.config.cache.kv_cache_dtype != "int8"
     return reference if is_exact else engine
 
 
 @pytest.mark.parametrize("at", slow_but((None, -1, 33, 32, 5), None, 33, 32))
-def test_a_fork_gets_what_a_new_request_gets(
+def test_fork_gives_the_tokens_of_a_new_request(
     engine: Engine, reference: Engine, at: int | None
 ) -> None:
     source = engine.kept()
     tokens = source.token_ids[:at]
     added = [40, 41] if at == 33 else []
-    judge = expected_by(engine, reference)
-    expected = judge.plain(tokens + added, n=2, max_tokens=9, seed=11)
+    oracle = reference_for(engine, reference)
+    expected = oracle.plain(tokens + added, n=2, max_tokens=9, seed=11)
     fork = Fork(source.id, 0, len(tokens))
     [output] = engine.finish(engine.ask(tokens + added, fork, n=2, max_tokens=9, seed=11))
     assert [c.token_ids for c in output.outputs] == expected
     assert output.num_cached_tokens == len(tokens) - (not added)
 
 
-def test_branches_cost_a_block_each(engine: Engine) -> None:
-    """Full blocks are shared, and the last one is copied for each but one, which nobody else has
-    then."""
+def test_each_branch_costs_at_most_one_block(engine: Engine) -> None:
+    """Branches share full blocks. Each copies the last block, except for the one that owns it in
+    the end."""
     source = engine.kept(max_tokens=24)
     view = engine.client.core.view
     before = view().num_free_blocks
@@ -171,13 +172,13 @@ def test_branches_cost_a_block_each(engine: Engine) -> None:
     assert view().num_free_blocks == before
 
 
-def test_what_runs_is_forked(engine: Engine, reference: Engine) -> None:
+def test_running_request_can_be_forked(engine: Engine, reference: Engine) -> None:
     source = engine.ask(engine.story, max_tokens=40, seed=5)
     while not (found := engine.held(source.request_id)).num_tokens > len(engine.story) + 9:
         engine.client.step()
     tokens = found.token_ids
     assert found.expires_in_s is None
-    judge = expected_by(engine, reference)
+    oracle = reference_for(engine, reference)
     forks = [
         engine.ask(tokens[:at], Fork(source.request_id, 0, at), max_tokens=12, seed=at)
         for at in (len(tokens), len(tokens) - 3)
@@ -185,31 +186,31 @@ def test_what_runs_is_forked(engine: Engine, reference: Engine) -> None:
     outputs = engine.finish(source, *forks)
     for request, output in zip([source, *forks], outputs, strict=True):
         params = {"max_tokens": request.params.max_tokens, "seed": request.params.seed}
-        assert output.outputs[0].token_ids == judge.plain(request.prompt_token_ids, **params)[0]
+        assert output.outputs[0].token_ids == oracle.plain(request.prompt_token_ids, **params)[0]
     assert outputs[2].num_cached_tokens == len(tokens) - 4
 
 
-def test_who_lacks_memory_takes_that_of_the_held(engine: Engine, reference: Engine) -> None:
-    """Requests that need the whole pool are not held up; later forks compute again what is gone."""
+def test_new_requests_evict_blocks_of_retained_ones(engine: Engine, reference: Engine) -> None:
+    """Requests that need the whole pool do not wait. Later forks recompute the evicted blocks."""
     sources = [engine.kept(seed=i) for i in range(4)]
-    judge = expected_by(engine, reference)
+    oracle = reference_for(engine, reference)
     ids = [engine.llm.get_tokenizer().encode(text, False) for text in OTHERS]
     many = [engine.ask(tokens, max_tokens=64, seed=i, n=2) for i, tokens in enumerate(ids)]
     outputs = engine.finish(*many)
     for i, (tokens, output) in enumerate(zip(ids, outputs, strict=True)):
         got = [completion.token_ids for completion in output.outputs]
-        assert got == judge.plain(tokens, max_tokens=64, seed=i, n=2)
+        assert got == oracle.plain(tokens, max_tokens=64, seed=i, n=2)
     standing = engine.scheduler.retained.standing
-    assert len(standing) < 4, "nothing had to give way"
+    assert len(standing) < 4, "no retained request lost its blocks"
     for source in sources:
         tokens = engine.held(source.id).token_ids
         assert tokens == source.token_ids
         fork = Fork(source.id, 0, len(tokens))
-        assert engine.tokens(tokens, fork, max_tokens=8) == judge.plain(tokens, max_tokens=8)
+        assert engine.tokens(tokens, fork, max_tokens=8) == oracle.plain(tokens, max_tokens=8)
         engine.client.keep(source.id, 0.0)
 
 
-def test_rewinding_and_going_on(engine: Engine, reference: Engine) -> None:
+def test_rewound_request_can_be_continued(engine: Engine, reference: Engine) -> None:
     source = engine.kept()
     left = source.num_tokens - 7
     engine.client.rewind(source.id, 0, left)
@@ -219,14 +220,14 @@ def test_rewinding_and_going_on(engine: Engine, reference: Engine) -> None:
     fork = Fork(source.id, 0, left, takes_over=True)
     request = engine.ask(whole, fork, max_tokens=9, keep_s=60)
     [output] = engine.finish(request)
-    judge = expected_by(engine, reference)
-    assert [output.outputs[0].token_ids] == judge.plain(whole, max_tokens=9)
+    oracle = reference_for(engine, reference)
+    assert [output.outputs[0].token_ids] == oracle.plain(whole, max_tokens=9)
     assert output.num_cached_tokens == left
-    assert not engine.client.held(source.id), "its place is taken"
+    assert not engine.client.held(source.id), "the source is still retained after a takeover"
     assert engine.held(request.request_id).token_ids == whole + output.outputs[0].token_ids
 
 
-def test_a_stop_string_cuts_what_is_held(engine: Engine) -> None:
+def test_stop_string_cuts_the_retained_tokens(engine: Engine) -> None:
     request = engine.ask(engine.story, max_tokens=60, stop=["e"], keep_s=60, temperature=0.0)
     [output] = engine.finish(request)
     while engine.client.core.has_work:
@@ -236,7 +237,7 @@ def test_a_stop_string_cuts_what_is_held(engine: Engine) -> None:
     assert engine.held(request.request_id).token_ids == engine.story + completion.token_ids
 
 
-def test_what_is_aborted_is_not_held(engine: Engine) -> None:
+def test_aborted_request_is_not_retained(engine: Engine) -> None:
     request = engine.ask(engine.story, max_tokens=60, keep_s=60)
     engine.client.step()
     engine.client.abort([request.request_id])
@@ -245,7 +246,7 @@ def test_what_is_aborted_is_not_held(engine: Engine) -> None:
         engine.client.step()
 
 
-def test_a_reset_leaves_the_tokens_alone(engine: Engine) -> None:
+def test_cache_reset_keeps_the_retained_tokens(engine: Engine) -> None:
     source = engine.kept()
     engine.client.reset_prefix_cache()
     assert engine.held(source.id).num_blocks == 0
@@ -255,7 +256,7 @@ def test_a_reset_leaves_the_tokens_alone(engine: Engine) -> None:
     assert output.num_cached_tokens == 0
 
 
-def test_other_tokens_are_refused(reference: Engine) -> None:
+def test_fork_with_different_tokens_is_rejected(reference: Engine) -> None:
     source = reference.kept()
     tokens = source.token_ids
     with pytest.raises(RequestError, match="does not begin"):
@@ -267,7 +268,7 @@ def test_other_tokens_are_refused(reference: Engine) -> None:
     assert reference.tokens(tokens, fork, max_tokens=4) == reference.tokens(tokens, max_tokens=4)
 
 
-def test_more_than_may_be_held_is_refused(
+def test_requests_beyond_the_retention_limits_are_rejected(
     reference: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held, "MAX_RETAINED", 3)
@@ -288,9 +289,9 @@ def test_more_than_may_be_held_is_refused(
 @pytest.mark.parametrize(
     ("architecture", "depth"), in_turn(("qwen3_5_text", "gemma3_text"), (1, 2))
 )
-def test_layers_that_cannot_go_back_anywhere(architecture: str, depth: int) -> None:
-    """States and windows: a fork begins where it can, and computes the rest; at the end it takes
-    over all."""
+def test_forks_work_for_layers_with_states_and_windows(architecture: str, depth: int) -> None:
+    """Such layers can resume at few tokens only. A fork starts at the last one available and
+    computes the rest; a fork at the end reuses everything."""
     settings = {"max_model_len": 96, "block_size": 4, "disable_log_stats": True}
     with LLM(str(checkpoint(architecture)), pipeline_depth=depth, **settings) as llm:  # type: ignore[arg-type]
         sampled = SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)
@@ -311,37 +312,37 @@ def test_layers_that_cannot_go_back_anywhere(architecture: str, depth: int) -> N
         assert llm.engine.client.core.view().usage == 0.0
 
 
-def test_metrics_tell_what_is_held(reference: Engine) -> None:
-    def told() -> list[str]:
+def test_metrics_count_retained_requests(reference: Engine) -> None:
+    def exported() -> list[str]:
         metrics, view = EngineMetrics(8, 128, True), reference.client.core.view
         text = Exposition(metrics, view, "demo", CacheConfig()).text()
         return re.findall(r"^quire:held_\w+{.*} (.*)$", text, re.MULTILINE)
 
     held = reference.kept(n=2)
-    assert [float(number) for number in told()] == [2, 2 * held.num_tokens]
+    assert [float(number) for number in exported()] == [2, 2 * held.num_tokens]
     reference.client.keep(held.id, 0.0)
-    assert [float(number) for number in told()] == [0, 0]
+    assert [float(number) for number in exported()] == [0, 0]
 
 
 @pytest.mark.parametrize("other", [{"cache_salt": "x"}, {"adapter_id": "x"}])
 @pytest.mark.parametrize("runs", [False, True])
-def test_blocks_of_another_name_are_not_gone_on_from(
+def test_fork_with_another_salt_or_adapter_is_rejected(
     reference: Engine, other: dict[str, Any], runs: bool
 ) -> None:
-    """A salt or an adapter makes other keys and values of the same tokens."""
+    """Keys and values of the same tokens differ with the salt or the adapter."""
     source = reference.ask(reference.story, keep_s=60.0, max_tokens=3)
     if not runs:
         reference.finish(source)
     fork, tokens = Fork(source.request_id, 0, 5), reference.story[:9]
-    asked = msgspec.structs.replace(source, request_id="other", fork=fork, prompt_token_ids=tokens)
+    forked = msgspec.structs.replace(source, request_id="other", fork=fork, prompt_token_ids=tokens)
     with pytest.raises(RequestError, match=f"{[*other][0]} must be the same as that of the source"):
-        reference.client.add(msgspec.structs.replace(asked, **other))
+        reference.client.add(msgspec.structs.replace(forked, **other))
     if runs:
         reference.finish(source)
 
 
-def test_ids_behind_what_is_shared_are_checked(reference: Engine) -> None:
-    """What a fork shares is known to be in the vocabulary; what is put behind it is not."""
+def test_token_ids_after_the_shared_prefix_are_checked(reference: Engine) -> None:
+    """The shared tokens are known to be in the vocabulary; the tokens after them are not."""
     held = reference.kept()
     fork = Fork(held.id, 0, 5)
     for wrong in (-1, 1 << 20, 1 << 40):

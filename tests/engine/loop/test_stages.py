@@ -1,4 +1,4 @@
-"""A model in stages gives what it gives as a whole, whatever the engine does meanwhile.
+"""A model in stages gives the tokens of the whole model, whatever the engine does at the same time.
 
 Covers `runner/stage.py`.
 """
@@ -29,20 +29,20 @@ class StagedSearches(Searches):
 
 def samples(kind: type[Groups], architecture: str, **settings: Any) -> Groups:
     groups = kind(architecture, **({"max_num_seqs": 8, "max_num_batched_tokens": 12} | settings))
-    groups.ask("a", OTHERS["a"], 1, temperature=0.0)
-    groups.ask("r", PROMPT, 3)
-    groups.ask("long", LONG, 1, top_k=5, presence_penalty=0.5)
-    groups.ask("c", OTHERS["c"], 2)
+    groups.submit("a", OTHERS["a"], 1, temperature=0.0)
+    groups.submit("r", PROMPT, 3)
+    groups.submit("long", LONG, 1, top_k=5, presence_penalty=0.5)
+    groups.submit("c", OTHERS["c"], 2)
     for _ in range(4):
         groups.step()
-    groups.ask("again", [*LONG[:16], 9, 9], 1, temperature=0.0)  # hits what is there
+    groups.submit("again", [*LONG[:16], 9, 9], 1, temperature=0.0)  # a prefix hit
     groups.finish()
     return groups
 
 
 @cache
 def samples_of_one(architecture: str) -> Any:
-    """What the whole model gives."""
+    """Return the samples of the whole model."""
     return samples(Groups, architecture).samples
 
 
@@ -65,22 +65,22 @@ ARCHITECTURES = ("llama", "qwen3_moe", "qwen3_5", "mistral", "gpt2")
         pytest.param("llama4_text", 3, marks=pytest.mark.slow),
     ],
 )
-def test_tokens_are_those_of_the_whole_model(architecture: str, depth: int) -> None:
-    """Greedy and sampled ones, with chunks, prefix hits and forks; a mixture, a hybrid, windows,
-    chunks."""
+def test_stages_give_the_tokens_of_the_whole_model(architecture: str, depth: int) -> None:
+    """Tokens are greedy and sampled, with chunked prompts, prefix hits and forks. The models
+    include a mixture, a hybrid, and window and chunked attention."""
     found = samples(StagedGroups, architecture, pipeline_depth=depth)
     assert found.samples == samples_of_one(architecture)
 
 
-def test_native_programs_of_stages() -> None:
+def test_native_stages_give_the_tokens_of_the_whole_model() -> None:
     settings = {"dtype": "float32", "attention_backend": "cpu"}
     found = samples(StagedGroups, "qwen3_moe", pipeline_depth=3, **settings)
     assert found.samples == samples(Groups, "qwen3_moe", **settings).samples
 
 
 @pytest.mark.parametrize("mode", slow_but(("recompute", "swap"), "swap"))
-def test_preemption(mode: str) -> None:
-    size = pool_bytes(checkpoint("llama"), 21, 4)  # of both layers; each stage has one
+def test_stages_preempt_like_the_whole_model(mode: str) -> None:
+    size = pool_bytes(checkpoint("llama"), 21, 4)  # for both layers; each stage has one
     settings = {"preemption_mode": mode, "watermark": 0.0, "enable_prefix_caching": False}
     settings |= {"max_num_batched_tokens": 64}
     found = samples(
@@ -93,7 +93,7 @@ def test_preemption(mode: str) -> None:
     assert (moves > 0) == (mode == "swap")
 
 
-def test_beams() -> None:
+def test_stages_give_the_beams_of_the_whole_model() -> None:
     found = []
     for kind in (Searches, StagedSearches):
         searches = kind(max_num_seqs=8, max_num_batched_tokens=16, pipeline_depth=3)
@@ -104,13 +104,13 @@ def test_beams() -> None:
     assert found[0] == found[1] and found[0]
 
 
-def test_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right ones and wrong ones: what stages took for tokens is taken back."""
+def test_stages_verify_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some draft tokens are right and some wrong; the stages drop the rejected ones."""
     wanted = samples(Groups, "llama").samples
     groups = StagedGroups(max_num_seqs=8, max_num_batched_tokens=24, pipeline_depth=3)
-    groups.ask("a", OTHERS["a"], 1, temperature=0.0)
-    groups.ask("r", PROMPT, 3)
-    num_right = 0
+    groups.submit("a", OTHERS["a"], 1, temperature=0.0)
+    groups.submit("r", PROMPT, 3)
+    num_accepted = 0
     while groups.core.has_work:
         if groups.core.num_in_flight == 0:
             drafts = []
@@ -118,13 +118,13 @@ def test_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
                 key = sequence.request.request_id, sequence.index
                 known = sequence.known_tokens.tolist()
                 answer = wanted[key][len(known) - sequence.num_prompt_tokens :]
-                guesses = [*answer[:2], 1, 1] if len(known) % 2 else [1]
-                drafts.append(Draft(*key, len(known), guesses))
+                draft_tokens = [*answer[:2], 1, 1] if len(known) % 2 else [1]
+                drafts.append(Draft(*key, len(known), draft_tokens))
             groups.core.control(Drafted(drafts))
             groups.core.plan()
         updates = groups.step()
-        num_right += sum(len(update.token_ids) > 1 for update in updates)
-    assert num_right >= 3
+        num_accepted += sum(len(update.token_ids) > 1 for update in updates)
+    assert num_accepted >= 3
     assert groups.samples == {key: wanted[key] for key in groups.samples}
 
 
@@ -132,16 +132,16 @@ class StagedBench(Bench):
     num_stages = 2
 
 
-class TroubledLast(StagedBench):
+class FailingLastStage(StagedBench):
     troubled_stage = 1
 
 
 @pytest.mark.parametrize(
     ("when", "kind", "architecture"),
-    in_turn(["before", "after"], [TroubledLast, StagedBench], ["llama", "qwen3_5"]),
+    in_turn(["before", "after"], [FailingLastStage, StagedBench], ["llama", "qwen3_5"]),
 )
-def test_who_makes_a_step_fail_fails_alone(architecture: str, kind: type, when: str) -> None:
-    """Whichever stage it is, and however far the others are."""
+def test_guilty_request_fails_alone_in_any_stage(architecture: str, kind: type, when: str) -> None:
+    """The other stages may be at any step."""
     bench = kind(
         checkpoint(architecture), when, pipeline_depth=3, max_num_seqs=6, max_num_batched_tokens=16
     )

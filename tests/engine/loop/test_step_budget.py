@@ -1,4 +1,5 @@
-"""Tokens of a step follow how long steps take: on a virtual clock, with CPUs of several speeds.
+"""The token budget of a step follows the measured step times, on a virtual clock with CPUs of
+several speeds.
 
 Covers `runner/setup/step_size.py`.
 """
@@ -37,18 +38,18 @@ from quire.tools.replay import replay_all
 from tests.runner.test_memory_plan import shape
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 
-WEIGHTS = 0.44e9  # of Qwen3-0.6B that each token is multiplied with
+WEIGHTS = 0.44e9  # weights of Qwen3-0.6B that a token is multiplied with
 THREADS = 2
 SLOW, FAST = 0.8e11, 5e11  # FLOP/s of a thread
-MOST_GAP_S = 0.3
+MAX_GAP_S = 0.3
 LENGTH = 50_000
 
 
 @dataclass
 class Cpu:
-    """An executor that takes the time that such a CPU would. read_s: of a step for its weights;
-    attention_s: for each token and thousand tokens of its context; wait_s: of any step, beside all
-    else. disturbed: factors of the time of steps, by number."""
+    """An executor whose steps take as long on the clock as on such a CPU. read_s: time per step to
+    read the weights; attention_s: time per token and thousand tokens of context; wait_s: added to
+    any step; disturbed: factors on step times, by step number."""
 
     clock: FakeClock
     flops: float
@@ -97,7 +98,7 @@ def engine(cpu: Cpu, first: int | None, num_rows: int = 64) -> EngineCore:
 
 
 def decode(core: EngineCore, num: int, prompt: int = 3) -> None:
-    """Let so many rows decode."""
+    """Run until this many rows decode."""
     for i in range(num):
         core.add(dry_request(f"decoding {i}", [7] * prompt, 20_000))
     while core.scheduler.num_waiting or any(
@@ -106,15 +107,15 @@ def decode(core: EngineCore, num: int, prompt: int = 3) -> None:
         core.step()
 
 
-def ask(core: EngineCore, prompts: Iterable[int]) -> None:
+def add_prompts(core: EngineCore, prompts: Iterable[int]) -> None:
     for number, length in enumerate(prompts):
         core.add(dry_request(f"prompt {number}", [5] * length, 1))
 
 
 def compute(core: EngineCore, cpu: Cpu, prompts: Iterable[int]) -> tuple[list[Plan], list[float]]:
-    """The steps that compute these prompts, and how long each took."""
+    """Return the steps that compute these prompts, and the duration of each."""
     begin = len(cpu.steps)
-    ask(core, prompts)
+    add_prompts(core, prompts)
     while any(name.startswith("prompt") for name in core.scheduler.lifecycle.sequences):
         core.step()
     plans, seconds = zip(*cpu.steps[begin:], strict=True)
@@ -123,22 +124,23 @@ def compute(core: EngineCore, cpu: Cpu, prompts: Iterable[int]) -> tuple[list[Pl
 
 @pytest.mark.parametrize("first", [None, 16, 64, 256])
 @pytest.mark.parametrize("flops", [SLOW, FAST], ids=["slow", "fast"])
-def test_steps_come_to_take_a_quarter_of_a_second(flops: float, first: int | None) -> None:
-    """From the measured start (None) at once; from a wrong one in a few steps."""
+def test_budget_converges_to_the_target_step_time(flops: float, first: int | None) -> None:
+    """A measured first budget (None) is right from the start. A wrong one is corrected within a few
+    steps."""
     cpu = Cpu(FakeClock(), flops)
     measured = bounded_tokens(STEP_S * flops * THREADS / (2 * WEIGHTS))
     core = engine(cpu, first or measured)
     decode(core, 3)
     plans, seconds = compute(core, cpu, [2000, 3000, 700])
     learning = 0 if first is None else 20 if first == 16 else 4
-    assert max(seconds[learning:]) <= MOST_GAP_S
+    assert max(seconds[learning:]) <= MAX_GAP_S
     whole = [s for plan, s in zip(plans, seconds, strict=True) if plan.num_tokens.max() > 1]
     assert np.median(whole[learning:-1]) >= 0.8 * STEP_S
     assert 0.9 * measured <= core.scheduler.memory.rates.step_tokens <= 1.2 * measured
 
 
-def test_decoding_rows_wait_no_longer_while_prompts_are_computed() -> None:
-    """As on the machine of the issue, where a step of 256 tokens took more than a second."""
+def test_prompts_do_not_stall_decoding_rows() -> None:
+    """Without a budget, a step of 256 tokens takes more than a second on this CPU."""
     gaps = {}
     for first in (None, 40):
         cpu = Cpu(FakeClock(), SLOW)
@@ -150,23 +152,23 @@ def test_decoding_rows_wait_no_longer_while_prompts_are_computed() -> None:
         got = [end for end, each in zip(ends, rows, strict=True) if 0 in each]
         gaps[first] = max(np.diff(got))
         assert sum(int(plan.num_tokens.max()) for plan in plans if plan.num_tokens.max() > 1) > 900
-    assert gaps[None] > 1.2 and gaps[40] <= MOST_GAP_S
+    assert gaps[None] > 1.2 and gaps[40] <= MAX_GAP_S
 
 
-def test_long_contexts_make_tokens_dearer() -> None:
+def test_budget_shrinks_with_long_contexts() -> None:
     cpu = Cpu(FakeClock(), FAST, attention_s=1e-4)
     core = engine(cpu, MAX_TOKENS)
     decode(core, 2)
     plans, seconds = compute(core, cpu, [30_000])
-    assert max(seconds[3:]) <= MOST_GAP_S
+    assert max(seconds[3:]) <= MAX_GAP_S
     sizes = [plan.num_scheduled_tokens for plan in plans]
     assert sizes[0] == MAX_TOKENS and sizes[-3] < 100
-    compute(core, cpu, [6000])  # and cheaper again
+    compute(core, cpu, [6000])  # the budget grows again
     assert core.scheduler.memory.rates.step_tokens > 150
 
 
-def test_it_does_not_jump_to_and_fro() -> None:
-    """Steps whose times vary by a tenth change nothing once the budget is right."""
+def test_noise_in_step_times_does_not_change_the_budget() -> None:
+    """Step times vary by a tenth around the target."""
     rng = np.random.default_rng(5)
     budget = StepBudget(64)
     sizes = set()
@@ -178,7 +180,7 @@ def test_it_does_not_jump_to_and_fro() -> None:
     assert len(sizes) == 1 and 0.85 < sizes.pop() / 300 / STEP_S < 1.1
 
 
-def test_a_disturbed_step_changes_nothing() -> None:
+def test_outlier_step_times_do_not_change_the_budget() -> None:
     cpu = Cpu(FakeClock(), SLOW, disturbed={12: 20.0, 20: 8.0, 30: 0.01})
     core = engine(cpu, 40)
     decode(core, 2)
@@ -188,8 +190,8 @@ def test_a_disturbed_step_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("throttled", [0.3, 0.5, 0.7])
-def test_a_cpu_that_throttles_gets_smaller_steps_until_it_recovers(throttled: float) -> None:
-    """As on battery or when it is hot: all steps take longer, from one step to the next."""
+def test_throttled_cpu_gets_smaller_steps_until_it_recovers(throttled: float) -> None:
+    """All steps become slower from one step to the next, as on battery or when the CPU is hot."""
     cpu = Cpu(FakeClock(), SLOW * 3)
     full = bounded_tokens(STEP_S * cpu.flops * THREADS / (2 * WEIGHTS))
     core = engine(cpu, full)
@@ -197,27 +199,27 @@ def test_a_cpu_that_throttles_gets_smaller_steps_until_it_recovers(throttled: fl
     compute(core, cpu, [2000])
     cpu.flops, cpu.read_s = cpu.flops * throttled, cpu.read_s / throttled
     _, seconds = compute(core, cpu, [2000])
-    assert max(seconds[:2]) > 1.1 * STEP_S and max(seconds[4:]) <= MOST_GAP_S
+    assert max(seconds[:2]) > 1.1 * STEP_S and max(seconds[4:]) <= MAX_GAP_S
     assert core.scheduler.memory.rates.step_tokens <= 1.25 * throttled * full
     cpu.flops, cpu.read_s = cpu.flops / throttled, cpu.read_s * throttled
     _, seconds = compute(core, cpu, [3000, 2000])
-    assert max(seconds) <= MOST_GAP_S
+    assert max(seconds) <= MAX_GAP_S
     assert core.scheduler.memory.rates.step_tokens >= 0.8 * full
 
 
 def plan_of(*num_tokens: int) -> Plan:
-    """One row decodes, and others compute so many tokens."""
+    """Return a plan with one decoding row and other rows of these token counts."""
     counts = np.asarray([1, *num_tokens], np.int32)
     rows = np.arange(len(counts), dtype=np.int32)
     return Plan(0, rows, counts, np.zeros(len(counts), np.int32), rows)
 
 
-def test_steps_that_tell_nothing_are_not_asked() -> None:
+def test_uninformative_steps_do_not_change_the_budget() -> None:
     budget = StepBudget(128)
     for _ in range(20):
         budget.observe(plan_of(*[1] * 40), 0.2)  # only decoding
         budget.observe(plan_of(*[1] * 200), 3.0)  # also if that is slow
-        budget.observe(plan_of(20), 0.2)  # small: mostly reading the weights
+        budget.observe(plan_of(20), 0.2)  # small: reading the weights dominates
         budget.observe(plan_of(150), 0.0)  # not timed
     assert budget.num_tokens == 128
     budget.observe(plan_of(20), 0.5)  # small, and yet it takes too long
@@ -225,7 +227,7 @@ def test_steps_that_tell_nothing_are_not_asked() -> None:
     assert budget.num_tokens == MIN_TOKENS
 
 
-def test_bounds() -> None:
+def test_budget_stays_within_its_bounds() -> None:
     budget = StepBudget(64)
     for _ in range(4):
         budget.observe(plan_of(255), 1e-6)
@@ -237,9 +239,9 @@ def test_bounds() -> None:
     assert sizes == [16, 16, 16, 24, 32, 248, 256, 256, 256]
 
 
-def test_where_reading_the_weights_takes_long_prompts_are_not_starved() -> None:
-    """A token for everybody takes 1.4 s there, whatever a step has beside: 16 tokens at a time
-    would make prompts four times slower, and answers no faster than half."""
+def test_slow_weight_reads_do_not_starve_prompts() -> None:
+    """Every step takes at least 1.4 s here. A budget of 16 tokens would make prompts four times
+    slower and decoding at most twice as fast."""
     cpu = Cpu(FakeClock(), 4e11 * WEIGHTS / 14e9, read_s=1.4)
     core = engine(cpu, 16)
     decode(core, 1)
@@ -251,9 +253,9 @@ def test_where_reading_the_weights_takes_long_prompts_are_not_starved() -> None:
 
 
 @pytest.mark.parametrize("first", [16, 64, 256])
-def test_where_others_take_the_cores_prompts_are_not_starved(first: int) -> None:
-    """Threads wait for their turn in each phase of a step, however few tokens it has: 0.35 s. At
-    16 tokens 37 would be computed per second, at 40 tokens 70. Nobody has decoded alone before."""
+def test_contention_for_cores_does_not_starve_prompts(first: int) -> None:
+    """Threads wait 0.35 s in each step, whatever its size. 16 tokens per step give 37 tokens/s, 40
+    give 70. No row has decoded alone before."""
     cpu = Cpu(FakeClock(), SLOW, read_s=0.0, wait_s=0.35)
     core = engine(cpu, first)
     decode(core, 2, prompt=500)
@@ -261,20 +263,20 @@ def test_where_others_take_the_cores_prompts_are_not_starved(first: int) -> None
     assert np.median(seconds[10:]) <= 2 * 0.35 * 1.1
     sizes = [plan.num_scheduled_tokens for plan in plans[10:]]
     assert 40 <= np.median(sizes) <= 80
-    assert sum(size < 32 for size in sizes) < 0.2 * len(sizes)  # while it looks whether that helps
+    assert sum(size < 32 for size in sizes) < 0.2 * len(sizes)  # while it probes smaller steps
 
 
-def test_one_long_pause_does_not_pass_for_the_time_of_small_steps() -> None:
+def test_one_long_pause_does_not_count_as_the_cost_of_small_steps() -> None:
     cpu = Cpu(FakeClock(), SLOW, disturbed={8: 300.0, 30: 300.0})
     core = engine(cpu, 40)
     decode(core, 2)
     for _ in range(40):
         core.step()
-    assert max(compute(core, cpu, [2000])[1]) <= MOST_GAP_S
+    assert max(compute(core, cpu, [2000])[1]) <= MAX_GAP_S
 
 
-def test_how_fast_prompts_are_is_known_also_where_steps_are_small() -> None:
-    """Without it what gives way is never swapped, only computed again."""
+def test_prefill_rate_is_measured_with_small_steps_too() -> None:
+    """Without this rate, preempted sequences are always recomputed and never swapped."""
     cpu = Cpu(FakeClock(), SLOW / 3)
     core = engine(cpu, 16)
     decode(core, 1)
@@ -287,7 +289,7 @@ def test_how_fast_prompts_are_is_known_also_where_steps_are_small() -> None:
 # ---- the scheduler ---------------------------------------------------------------------------
 
 
-def test_a_budget_that_was_asked_for_is_kept() -> None:
+def test_configured_budget_is_not_adapted() -> None:
     cpu = Cpu(FakeClock(), SLOW)
     core = engine(cpu, None)
     decode(core, 1)
@@ -296,8 +298,8 @@ def test_a_budget_that_was_asked_for_is_kept() -> None:
     assert [plan.num_scheduled_tokens for plan in plans[:7]] == [MAX_TOKENS] * 7
 
 
-def test_all_who_decode_go_on_and_so_does_a_prompt() -> None:
-    """However few tokens a step has time for, and never more than memory is planned for."""
+def test_small_budget_still_serves_all_decoding_rows_and_a_prompt() -> None:
+    """A step never exceeds the number of tokens that memory is planned for."""
     cpu = Cpu(FakeClock(), FAST)
     core = engine(cpu, None, num_rows=256)
     decode(core, 40)
@@ -317,7 +319,7 @@ def test_all_who_decode_go_on_and_so_does_a_prompt() -> None:
     assert cpu.steps[-1][0].num_scheduled_tokens == 240
 
 
-def test_a_replay_has_the_same_budgets(tmp_path: Path) -> None:
+def test_replay_reproduces_the_budgets(tmp_path: Path) -> None:
     cpu = Cpu(FakeClock(), SLOW, disturbed=dict.fromkeys(range(20, 30), 3.0))
     core = engine(cpu, 256)
     recorder = Recorder(core.scheduler, tmp_path, 10_000_000)
@@ -333,11 +335,11 @@ def test_a_replay_has_the_same_budgets(tmp_path: Path) -> None:
     assert outcome.difference is None and outcome.num_steps == len(cpu.steps)
 
 
-# ---- where it begins -------------------------------------------------------------------------
+# ---- the first budget ------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not variants(), reason="the C++ core is not built")
-def test_it_begins_with_what_the_kernels_were_measured_to_do(tmp_path: Path) -> None:
+def test_first_budget_comes_from_measured_kernel_speeds(tmp_path: Path) -> None:
     spec = shape("qwen3-0.6b")
     found = {}
     with own_figures(tmp_path):
@@ -354,11 +356,15 @@ def test_it_begins_with_what_the_kernels_were_measured_to_do(tmp_path: Path) -> 
         assert first_budget(derive_config(config, spec, "cpu"), spec, THREADS) == 64
 
 
-@pytest.mark.parametrize("asked", [None, 100])
-def test_an_engine_follows_unless_a_number_is_asked_for(asked: int | None) -> None:
+@pytest.mark.parametrize("configured", [None, 100])
+def test_engine_adapts_the_budget_unless_one_is_configured(configured: int | None) -> None:
     with LLM(
-        "demo", device="cpu", max_num_batched_tokens=asked, max_model_len=64, disable_log_stats=True
+        "demo",
+        device="cpu",
+        max_num_batched_tokens=configured,
+        max_model_len=64,
+        disable_log_stats=True,
     ) as llm:
         scheduler = llm.engine.client.core.scheduler
-        assert scheduler.token_budget == (asked or MAX_TOKENS)
-        assert scheduler.memory.rates.step_tokens == (0 if asked else MAX_TOKENS)
+        assert scheduler.token_budget == (configured or MAX_TOKENS)
+        assert scheduler.memory.rates.step_tokens == (0 if configured else MAX_TOKENS)

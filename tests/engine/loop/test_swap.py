@@ -1,4 +1,4 @@
-"""Preemption by swapping: what comes back is what went out, and the cheaper way is chosen."""
+"""Preemption by swapping restores the blocks exactly, and is chosen where it is cheaper."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ FEW_SLOTS = {"streams": None, "part_bytes": 1, "num_slots": 2}
 
 
 def small(architecture: str = "llama", **settings: Any) -> Groups:
-    """Room for one long sequence, and a bit of another."""
+    """Return groups in a pool with blocks for little more than one long sequence."""
     folder = checkpoint(architecture)
     pool = pool_bytes(folder, 17, 4)
     groups = Groups(architecture, kv_cache_memory_bytes=pool, watermark=0.0, **settings)
     for name, prompt in PROMPTS.items():
-        groups.ask(name, prompt, 1, temperature=0.0, max_tokens=LENGTH)
+        groups.submit(name, prompt, 1, temperature=0.0, max_tokens=LENGTH)
     return groups
 
 
@@ -35,8 +35,7 @@ def small(architecture: str = "llama", **settings: Any) -> Groups:
         pytest.param("qwen3", "reference", marks=pytest.mark.slow),
     ],
 )
-def test_outputs_are_those_of_a_large_pool(architecture: str, backend: str) -> None:
-    """In every backend."""
+def test_swapped_requests_give_the_outputs_of_a_large_pool(architecture: str, backend: str) -> None:
     groups = small(
         architecture,
         preemption_mode="swap",
@@ -60,10 +59,10 @@ def test_outputs_are_those_of_a_large_pool(architecture: str, backend: str) -> N
         pytest.param(False, "torch", marks=pytest.mark.slow),
     ],
 )
-def test_blocks_that_cross_beside_the_steps(
+def test_asynchronous_copies_preserve_outputs(
     is_late: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, as late as may be or at any time, and with too few slots."""
+    """Copies finish as late as possible or at any time, as on a GPU, and with too few slots."""
     chance = None if is_late else np.random.default_rng(0)
     monkeypatch.setattr(
         host_blocks, "streams_of", lambda tensor: LateStreams(chance, is_prompt=True)
@@ -77,8 +76,8 @@ def test_blocks_that_cross_beside_the_steps(
 
 
 @pytest.mark.parametrize(("copy_rate", "swaps"), [(1e12, True), (1.0, False), (0.0, False)])
-def test_the_cheaper_way_is_chosen(copy_rate: float, swaps: bool) -> None:
-    """Both sides of the crossing; without a measurement it is recomputation."""
+def test_auto_mode_swaps_only_if_copies_are_cheaper(copy_rate: float, swaps: bool) -> None:
+    """Without a measurement, sequences are recomputed."""
     groups = small(preemption_mode="auto", max_num_seqs=4)
     groups.core.scheduler.control(MeasuredRates(1000.0, copy_rate), 0.0)
     groups.core.control = lambda message: None  # type: ignore[method-assign]
@@ -86,16 +85,16 @@ def test_the_cheaper_way_is_chosen(copy_rate: float, swaps: bool) -> None:
     assert (groups.num_moves["swap_out"] > 0) == swaps
 
 
-def test_rates_are_measured() -> None:
+def test_copy_and_prefill_rates_are_measured() -> None:
     groups = Groups(max_num_seqs=4)
     assert groups.core.scheduler.memory.rates.copy_bytes_per_s > 1e6
     assert groups.core.scheduler.memory.rates.prefill_tokens_per_s == 0.0
-    groups.ask("a", list(range(1, 50)), 1)
+    groups.submit("a", list(range(1, 50)), 1)
     groups.finish()
     assert groups.core.scheduler.memory.rates.prefill_tokens_per_s > 0.0
 
 
-def test_an_abort_while_swapped_out_frees_the_host_blocks() -> None:
+def test_abort_of_swapped_requests_frees_their_host_blocks() -> None:
     groups = small(preemption_mode="swap", max_num_seqs=4)
     scheduler = groups.core.scheduler
     while not any(pool.num_used for pool in scheduler.memory.kv.host_pools):
@@ -106,12 +105,12 @@ def test_an_abort_while_swapped_out_frees_the_host_blocks() -> None:
     groups.finish()
 
 
-def test_nobody_comes_in_before_those_that_were_swapped_out() -> None:
+def test_swapped_requests_resume_before_new_ones_are_admitted() -> None:
     groups = small(preemption_mode="swap", max_num_seqs=4)
     scheduler = groups.core.scheduler
     while not any(pool.num_used for pool in scheduler.memory.kv.host_pools):
         groups.step()
-    groups.ask("new", [1, 2, 3], 1, temperature=0.0, max_tokens=3)
+    groups.submit("new", [1, 2, 3], 1, temperature=0.0, max_tokens=3)
     while any(pool.num_used for pool in scheduler.memory.kv.host_pools):
         assert ("new", 0) not in groups.samples
         groups.step()

@@ -1,4 +1,5 @@
-"""Use of adapters in metrics: counted by name with a bound, and by state when metrics are read."""
+"""Adapter metrics: requests by adapter name with a bound on names, and adapters by state at scrape
+time."""
 
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ def view(made: Request, row: int | None = None) -> RequestView:
     return found if row is None else replace(found, rows=(row,), is_waiting=False)
 
 
-def test_the_number_of_names_is_bounded() -> None:
+def test_number_of_adapter_names_is_bounded() -> None:
     use = AdapterUse(2)
     for number in range(MAX_NAMES + 5):
         use.count(request(f"a{number}"))
@@ -36,7 +37,7 @@ def test_the_number_of_names_is_bounded() -> None:
     assert use.num_requests["a3"] == 2 and use.num_requests[OTHERS] == 7
 
 
-def test_metrics_have_adapters_by_state_and_requests_by_adapter() -> None:
+def test_metrics_list_adapters_by_state_and_requests_by_adapter() -> None:
     views = [
         view(request("sql"), row=1),
         view(request("poems")),
@@ -62,7 +63,7 @@ def test_metrics_have_adapters_by_state_and_requests_by_adapter() -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "x" * 5000])
-def test_long_names_are_cut(name: str) -> None:
+def test_long_adapter_names_are_truncated(name: str) -> None:
     use = AdapterUse(1)
     use.count(request(name))
     assert all(len(each) <= 256 for each in use.num_requests)

@@ -1,4 +1,4 @@
-"""When a step counts as stuck: after ten times the expected time, at least ten seconds."""
+"""A step counts as stuck after ten times its expected time, and after ten seconds at least."""
 
 from pathlib import Path
 
@@ -18,20 +18,20 @@ from quire.engine.observability.heartbeat import (
 )
 
 
-def test_a_step_that_does_not_end_is_stuck_after_ten_seconds(tmp_path: Path) -> None:
+def test_unfinished_step_is_stuck_after_ten_seconds(tmp_path: Path) -> None:
     reader = HeartbeatReader(tmp_path / "beat")
-    assert not reader.is_stuck(1e9)  # nothing there yet
+    assert not reader.is_stuck(1e9)  # no file yet
     beat = Heartbeat(tmp_path / "beat", expected_s=0.01)
     assert not reader.is_stuck(1e9)  # idle
     beat.begin(100.0)
     assert not reader.is_stuck(109.9)
     assert reader.is_stuck(110.1)
     beat.end(110.2)
-    assert reader.is_stuck(213.0)  # what follows must be over in time too
+    assert reader.is_stuck(213.0)  # the work after the step has a deadline too
 
 
-def test_at_rest_the_next_look_must_come_in_time(tmp_path: Path) -> None:
-    """Also after slow steps: at rest there is nothing that takes long."""
+def test_idle_core_must_renew_its_heartbeat_in_time(tmp_path: Path) -> None:
+    """Slow steps before do not extend the deadline of an idle core."""
     beat, reader = Heartbeat(tmp_path / "beat", 60.0), HeartbeatReader(tmp_path / "beat")
     beat.begin(0.0)
     beat.end(50.0)
@@ -42,8 +42,8 @@ def test_at_rest_the_next_look_must_come_in_time(tmp_path: Path) -> None:
     assert not reader.is_stuck(112.0)
 
 
-def test_one_late_look_is_not_enough(tmp_path: Path) -> None:
-    """A machine that stood still: the watcher wakes up before the core does."""
+def test_one_missed_deadline_is_not_enough(tmp_path: Path) -> None:
+    """After the machine was suspended, the watch may wake up before the core does."""
     beat, watch = Heartbeat(tmp_path / "beat", 0.0), StuckWatch(HeartbeatReader(tmp_path / "beat"))
     beat.wait(0.0, 1.0)
     assert not watch.is_stuck(500.0)
@@ -54,10 +54,10 @@ def test_one_late_look_is_not_enough(tmp_path: Path) -> None:
     assert watch.is_stuck(601.0)
     watch.forget()
     Heartbeat(tmp_path / "beat", 0.0).wait(0.0, 1.0)
-    assert not watch.is_stuck(601.5)  # of another core
+    assert not watch.is_stuck(601.5)  # the file of another core
 
 
-def test_a_first_step_is_given_what_its_model_and_torch_may_take() -> None:
+def test_first_step_time_is_estimated_from_model_and_compilation() -> None:
     config = config_from_flat(max_num_batched_tokens=1000)
     assert expected_step_s(config, "cpu", 1 << 30) == pytest.approx(107, rel=0.01)
     assert expected_step_s(config, "cuda", 1 << 30) == pytest.approx(0.107, rel=0.01)
@@ -65,7 +65,7 @@ def test_a_first_step_is_given_what_its_model_and_torch_may_take() -> None:
     assert expected_step_s(compiled, "cuda", 1 << 30) > 60.0
 
 
-def test_slow_steps_are_given_ten_times_their_time(tmp_path: Path) -> None:
+def test_slow_steps_extend_the_limit_to_ten_times_their_time(tmp_path: Path) -> None:
     beat, reader = Heartbeat(tmp_path / "beat", 0.0), HeartbeatReader(tmp_path / "beat")
     beat.begin(0.0)
     beat.end(7.0)
@@ -74,8 +74,8 @@ def test_slow_steps_are_given_ten_times_their_time(tmp_path: Path) -> None:
     assert reader.is_stuck(171.0)
 
 
-def test_a_long_phase_has_a_limit_of_its_own(tmp_path: Path) -> None:
-    """Steps go on within it, one takes long, and none of that counts afterwards."""
+def test_extended_phase_has_its_own_limit(tmp_path: Path) -> None:
+    """Steps continue within the phase. A slow one does not change later limits."""
     beat, reader = Heartbeat(tmp_path / "beat", 0.0), HeartbeatReader(tmp_path / "beat")
     beat.begin(0.0)
     beat.extend(9.0, 300.0)
@@ -90,7 +90,7 @@ def test_a_long_phase_has_a_limit_of_its_own(tmp_path: Path) -> None:
     assert reader.is_stuck(711.0)
 
 
-def test_a_slow_step_is_forgotten_slowly(tmp_path: Path) -> None:
+def test_limit_decays_after_a_slow_step(tmp_path: Path) -> None:
     beat, reader = Heartbeat(tmp_path / "beat", 0.0), HeartbeatReader(tmp_path / "beat")
     beat.begin(0.0)
     beat.end(7.0)
@@ -101,14 +101,14 @@ def test_a_slow_step_is_forgotten_slowly(tmp_path: Path) -> None:
     assert reader.is_stuck(20_010.5)
 
 
-def test_the_guess_counts_until_steps_were_measured(tmp_path: Path) -> None:
+def test_expected_time_applies_until_steps_are_measured(tmp_path: Path) -> None:
     beat, reader = Heartbeat(tmp_path / "beat", 5.0), HeartbeatReader(tmp_path / "beat")
     beat.begin(0.5)
     assert not reader.is_stuck(50.0)
     assert reader.is_stuck(51.0)
 
 
-def test_a_new_core_writes_a_new_file(tmp_path: Path) -> None:
+def test_reader_follows_the_file_of_a_new_core(tmp_path: Path) -> None:
     reader = HeartbeatReader(tmp_path / "beat")
     Heartbeat(tmp_path / "beat", 0.0).begin(1.0)
     assert reader.is_stuck(50.0)
@@ -118,7 +118,7 @@ def test_a_new_core_writes_a_new_file(tmp_path: Path) -> None:
     assert not reader.is_stuck(50.0)
 
 
-def test_each_part_of_a_repeated_step_is_a_sign_of_life(tmp_path: Path) -> None:
+def test_each_part_of_a_repeated_step_renews_the_heartbeat(tmp_path: Path) -> None:
     clock, reader = FakeClock(), HeartbeatReader(tmp_path / "beat")
     beat = Heartbeat(tmp_path / "beat", 0.0)
     _, inner = dry_run(8, 4, SchedulerConfig(4, 16), 32, False)
@@ -134,6 +134,6 @@ def test_each_part_of_a_repeated_step_is_a_sign_of_life(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 8])
-def test_a_file_in_the_making_is_not_read(tmp_path: Path, size: int) -> None:
+def test_incomplete_file_is_ignored(tmp_path: Path, size: int) -> None:
     (tmp_path / "beat").write_bytes(bytes(size))
     assert not HeartbeatReader(tmp_path / "beat").is_stuck(1.0)

@@ -1,4 +1,4 @@
-"""Histograms: values in bulk and one by one give the same buckets, bounds included."""
+"""Histograms give the same buckets for values in bulk and one by one, bucket bounds included."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from quire.engine.observability.metrics import (
 )
 
 
-def test_a_bound_is_in_its_bucket_and_the_last_bucket_has_none() -> None:
+def test_bucket_includes_its_bound_and_the_last_is_unbounded() -> None:
     histogram = Histogram((1.0, 2.0, 5.0))
     for value in (0.0, 1.0, 1.5, 2.0, 5.0, 6.0, 1e9):
         histogram.observe(value)
@@ -21,20 +21,20 @@ def test_a_bound_is_in_its_bucket_and_the_last_bucket_has_none() -> None:
 
 
 @pytest.mark.parametrize("num", [FEW_VALUES, FEW_VALUES + 1, 1000])
-def test_many_values_at_once_count_as_one_by_one(num: int) -> None:
+def test_observe_all_equals_observing_one_by_one(num: int) -> None:
     values = np.random.default_rng(0).lognormal(-3, 2, num)
     values[:3] = TOKEN_S[0], TOKEN_S[5], TOKEN_S[-1]
-    at_once, singly = Histogram(TOKEN_S), Histogram(TOKEN_S)
-    at_once.observe_all(values)
-    at_once.observe_all(np.empty(0))
+    in_bulk, singly = Histogram(TOKEN_S), Histogram(TOKEN_S)
+    in_bulk.observe_all(values)
+    in_bulk.observe_all(np.empty(0))
     for value in values.tolist():
         singly.observe(value)
-    assert at_once.cumulative() == singly.cumulative()
-    assert at_once.cumulative()[-1] == num
-    assert at_once.total == pytest.approx(singly.total)
+    assert in_bulk.cumulative() == singly.cumulative()
+    assert in_bulk.cumulative()[-1] == num
+    assert in_bulk.total == pytest.approx(singly.total)
 
 
-def test_token_bounds_go_up_to_the_limit() -> None:
+def test_token_bounds_end_at_the_limit() -> None:
     assert tokens_up_to(64) == (1, 2, 5, 10, 20, 50)
     assert tokens_up_to(100)[-1] == 100
     assert tokens_up_to(1) == (1,)

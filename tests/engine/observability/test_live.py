@@ -1,4 +1,5 @@
-"""Frames of a core's state: made only while a client watches, at a limited rate, and complete."""
+"""Frames of a core's state are made only while a client watches, at a limited rate, and
+complete."""
 
 from typing import Any
 
@@ -18,7 +19,7 @@ def watch(bench: Bench) -> LiveFrames:
     return LiveFrames(bench.core, bench.clock)
 
 
-def test_nothing_is_made_without_a_watcher(monkeypatch: Any) -> None:
+def test_no_frame_is_made_without_a_watcher(monkeypatch: Any) -> None:
     made = []
     original = type(Bench().scheduler).live_state
 
@@ -35,15 +36,15 @@ def test_nothing_is_made_without_a_watcher(monkeypatch: Any) -> None:
     frames.frame()
     assert len(made) == 1 and frames._is_listening
     bench.step()
-    assert len(made) == 1, "nobody has asked again"
+    assert len(made) == 1, "a frame was made without a request for it"
     bench.clock.advance(live.IDLE_S + 1)
     bench.step()
     assert not frames._is_listening
     num_steps = len(frames.frame().steps)
-    assert num_steps == 0, "steps that nobody watched"
+    assert num_steps == 0, "the frame has steps from a time without watchers"
 
 
-def test_a_frame_is_made_five_times_a_second_at_most() -> None:
+def test_frames_are_made_at_most_five_times_a_second() -> None:
     bench = Bench()
     frames = watch(bench)
     bench.add("one", LINE, 20)
@@ -55,7 +56,7 @@ def test_a_frame_is_made_five_times_a_second_at_most() -> None:
     assert (second.number, len(second.state.running)) == (first.number + 1, 1)
 
 
-def test_frames_that_take_long_are_made_less_often(monkeypatch: Any) -> None:
+def test_slow_frames_are_made_less_often(monkeypatch: Any) -> None:
     bench = Bench()
     frames = watch(bench)
     state = bench.scheduler.live_state
@@ -72,8 +73,8 @@ def test_frames_that_take_long_are_made_less_often(monkeypatch: Any) -> None:
     assert frames.frame() is not first
 
 
-def test_a_frame_that_was_held_up_does_not_keep_the_others_away(monkeypatch: Any) -> None:
-    """As by the garbage collector, for half a second."""
+def test_one_delayed_frame_does_not_block_later_ones(monkeypatch: Any) -> None:
+    """For example, the garbage collector may delay a frame by half a second."""
     bench = Bench()
     frames = watch(bench)
     state = bench.scheduler.live_state
@@ -86,7 +87,7 @@ def test_a_frame_that_was_held_up_does_not_keep_the_others_away(monkeypatch: Any
     assert frames.frame().number == first.number + 1
 
 
-def test_a_hit_and_a_copy_are_told_with_their_blocks() -> None:
+def test_hit_and_copy_events_name_their_blocks() -> None:
     bench = Bench()
     frames = watch(bench)
     frames.frame()
@@ -108,7 +109,7 @@ def test_a_hit_and_a_copy_are_told_with_their_blocks() -> None:
     assert (frame.counts["hit"], frame.counts["copy"]) == (4, 1)
 
 
-def test_of_a_long_hit_only_the_blocks_that_a_frame_shows_become_events(
+def test_long_hit_creates_events_only_for_the_blocks_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[int] = []
@@ -129,7 +130,7 @@ def test_of_a_long_hit_only_the_blocks_that_a_frame_shows_become_events(
     assert tally.counts == {"copy": 2, "hit": 3 * MAX_EVENTS}
 
 
-def test_steps_events_and_counts_are_those_of_a_random_run(
+def test_steps_events_and_counts_match_a_random_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unindex, evict, num_lost = BlockPool.unindex, BlockPool._evict, [0]

@@ -1,4 +1,4 @@
-"""Metrics against numbers worked out by hand, and against notes of a real scheduler's events."""
+"""Metrics match numbers computed by hand and the recorded events of a real scheduler."""
 
 import gc
 import re
@@ -30,7 +30,7 @@ from tests.support.engine.updates import read
 from tests.support.scheduler.events import listen
 
 MAX_LEN = 1000
-PICKERS_ASK = (  # of the endpoint pickers of llm-d and the Gateway API's, and of vLLM's dashboard
+EXPECTED_NAMES = (  # metrics that llm-d, Gateway API endpoint pickers and vLLM's dashboard read
     "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info",
     "prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total",
     "generation_tokens_total", "request_success_total", "time_to_first_token_seconds_bucket",
@@ -69,24 +69,24 @@ def stepped(at_s: float, step_id: int, rows: list[int], num_tokens: int = 1) -> 
 
 
 def scrape(metrics: EngineMetrics, scheduler: Scheduler | None = None) -> Series:
-    """Values by the name without its prefix and the labels that are not the engine's."""
+    """Return the values by metric name without prefix, and labels except those of the engine."""
     series: Series = {}
     for family in text_string_to_metric_families(text_of(metrics, scheduler)):
         for sample in family.samples:
             own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
             key = sample.name.removeprefix("quire:"), ",".join(sorted(own.values()))
-            assert key not in series, f"{key} is there twice"
+            assert key not in series, f"{key} is exported twice"
             series[key] = sample.value
     return series
 
 
-def seen(series: Series, histogram: str) -> tuple[float, float]:
-    """How many values a histogram has seen, and their sum."""
+def histogram_of(series: Series, histogram: str) -> tuple[float, float]:
+    """Return the number of observed values of a histogram, and their sum."""
     return series[f"{histogram}_count", ""], series[f"{histogram}_sum", ""]
 
 
-def assert_seen(series: Series, histogram: str, *values: float) -> None:
-    assert seen(series, histogram) == (len(values), pytest.approx(sum(values))), histogram
+def assert_observed(series: Series, histogram: str, *values: float) -> None:
+    assert histogram_of(series, histogram) == (len(values), pytest.approx(sum(values))), histogram
 
 
 def one_request(metrics: EngineMetrics) -> None:
@@ -111,14 +111,14 @@ def test_times_of_one_request() -> None:
     metrics = new_metrics()
     one_request(metrics)
     series = scrape(metrics)
-    assert_seen(series, "time_to_first_token_seconds", 3.0)
-    assert_seen(series, "inter_token_latency_seconds", 0.5, 2.0)
-    assert_seen(series, "request_time_per_output_token_seconds", 1.25)
-    assert_seen(series, "e2e_request_latency_seconds", 5.5)
-    assert_seen(series, "request_queue_time_seconds", 0.5)
-    assert_seen(series, "request_inference_time_seconds", 4.5)
-    assert_seen(series, "request_prefill_time_seconds", 2.0)
-    assert_seen(series, "request_decode_time_seconds", 2.5)
+    assert_observed(series, "time_to_first_token_seconds", 3.0)
+    assert_observed(series, "inter_token_latency_seconds", 0.5, 2.0)
+    assert_observed(series, "request_time_per_output_token_seconds", 1.25)
+    assert_observed(series, "e2e_request_latency_seconds", 5.5)
+    assert_observed(series, "request_queue_time_seconds", 0.5)
+    assert_observed(series, "request_inference_time_seconds", 4.5)
+    assert_observed(series, "request_prefill_time_seconds", 2.0)
+    assert_observed(series, "request_decode_time_seconds", 2.5)
     assert series["inter_token_latency_seconds_bucket", "0.3"] == 0
     assert series["inter_token_latency_seconds_bucket", "0.5"] == 1
     assert series["inter_token_latency_seconds_bucket", "2.0"] == 2
@@ -136,32 +136,32 @@ def test_tokens_of_one_request() -> None:
     assert series["generation_tokens_total", ""] == 3
     assert series["request_success_total", "stop"] == 1
     assert series["request_success_total", "length"] == 0
-    assert_seen(series, "request_prompt_tokens", 20)
-    assert_seen(series, "request_generation_tokens", 3)
-    assert_seen(series, "request_params_max_tokens", 7)
-    assert_seen(series, "request_params_n", 1)
-    assert_seen(series, "request_num_preemptions", 0)
-    assert_seen(series, "iteration_tokens_total", 10, 2, 1, 1)
+    assert_observed(series, "request_prompt_tokens", 20)
+    assert_observed(series, "request_generation_tokens", 3)
+    assert_observed(series, "request_params_max_tokens", 7)
+    assert_observed(series, "request_params_n", 1)
+    assert_observed(series, "request_num_preemptions", 0)
+    assert_observed(series, "iteration_tokens_total", 10, 2, 1, 1)
     assert metrics.num_computed_prompt_tokens == 12
 
 
-def test_what_is_not_known_is_not_counted() -> None:
-    """Without received_s the time runs from the queue; one token makes no interval."""
+def test_unknown_values_are_not_observed() -> None:
+    """Without received_s, times start when the request is queued. One token makes no interval."""
     metrics = new_metrics(caching=False)
     feed(metrics, Queued(1.0, "a", 5), Admitted(2.0, "a", 0, 0), Planned(2.0, 0, 1, 5))
     feed(metrics, stepped(4.0, 0, [0], 5), Finished(4.0, "a", "length", 1))
     series = scrape(metrics)
-    assert_seen(series, "time_to_first_token_seconds", 3.0)
-    assert_seen(series, "inter_token_latency_seconds")
-    assert_seen(series, "request_time_per_output_token_seconds")
-    assert_seen(series, "request_params_max_tokens")
-    assert_seen(series, "request_decode_time_seconds", 0.0)
+    assert_observed(series, "time_to_first_token_seconds", 3.0)
+    assert_observed(series, "inter_token_latency_seconds")
+    assert_observed(series, "request_time_per_output_token_seconds")
+    assert_observed(series, "request_params_max_tokens")
+    assert_observed(series, "request_decode_time_seconds", 0.0)
     assert series["prefix_cache_queries_total", ""] == 0
 
 
-def test_a_preempted_request_goes_on_from_its_last_token() -> None:
-    """It comes back on another row while its former one is another's; time passed, but no second
-    first token, queue time or prompt."""
+def test_preempted_request_continues_its_intervals() -> None:
+    """It resumes on another row while its former row has a new owner. Its first token, queue time
+    and prompt count only once."""
     metrics = new_metrics()
     feed(
         metrics,
@@ -181,36 +181,36 @@ def test_a_preempted_request_goes_on_from_its_last_token() -> None:
         Finished(7.0, "c", "length", 2),
     )
     series = scrape(metrics)
-    assert_seen(series, "time_to_first_token_seconds", 1.0, 5.0)
-    assert_seen(series, "inter_token_latency_seconds", 5.0, 1.0, 1.0)
-    assert_seen(series, "request_queue_time_seconds", 0.0, 1.0)
-    assert_seen(series, "request_num_preemptions", 1, 0)
+    assert_observed(series, "time_to_first_token_seconds", 1.0, 5.0)
+    assert_observed(series, "inter_token_latency_seconds", 5.0, 1.0, 1.0)
+    assert_observed(series, "request_queue_time_seconds", 0.0, 1.0)
+    assert_observed(series, "request_num_preemptions", 1, 0)
     assert series["num_preemptions_total", ""] == 1
     assert series["prompt_tokens_total", ""] == 12
     assert series["prefix_cache_queries_total", ""] == 12
     assert series["prefix_cache_hits_total", ""] == 0
 
 
-def test_a_request_preempted_before_its_first_token_gets_it_once() -> None:
+def test_first_token_counts_once_after_an_early_preemption() -> None:
     metrics = new_metrics()
     feed(metrics, Queued(0.0, "a", 8), Admitted(0.0, "a", 3, 0), Preempted(1.0, "a", "b", 4))
     feed(metrics, Admitted(2.0, "a", 3, 0), Planned(2.0, 0, 1, 8), stepped(4.0, 0, [3], 8))
-    assert_seen(scrape(metrics), "time_to_first_token_seconds", 4.0)
+    assert_observed(scrape(metrics), "time_to_first_token_seconds", 4.0)
 
 
 @pytest.mark.parametrize("row", [0, 1])
-def test_a_preempted_request_may_get_its_old_row_again(row: int) -> None:
+def test_preempted_request_may_resume_on_its_old_row(row: int) -> None:
     metrics = new_metrics()
     feed(metrics, Queued(0.0, "a", 8), Admitted(0.0, "a", 0, 0), Planned(0.0, 0, 1, 8))
     feed(metrics, stepped(1.0, 0, [0], 8), Planned(1.0, 1, 1, 1), Preempted(2.0, "a", "b", 8))
     feed(metrics, Admitted(3.0, "a", row, 0), Planned(3.0, 2, 1, 9), stepped(4.0, 2, [row], 9))
     series = scrape(metrics)
-    assert_seen(series, "time_to_first_token_seconds", 1.0)
-    assert_seen(series, "inter_token_latency_seconds", 3.0)
+    assert_observed(series, "time_to_first_token_seconds", 1.0)
+    assert_observed(series, "inter_token_latency_seconds", 3.0)
 
 
-def test_tokens_that_come_after_the_row_was_lost() -> None:
-    """Of plans in flight. They are the former owner's, also if the row has a new one by then."""
+def test_tokens_in_flight_at_a_preemption_count_for_the_old_owner() -> None:
+    """The row may have a new owner by the time they arrive."""
     metrics = new_metrics()
     feed(metrics, Queued(0.0, "a", 8), Admitted(0.0, "a", 0, 0), Planned(0.0, 0, 1, 8))
     feed(metrics, Planned(0.0, 1, 1, 1), Planned(0.0, 2, 1, 1), stepped(1.0, 0, [0], 8))
@@ -218,16 +218,16 @@ def test_tokens_that_come_after_the_row_was_lost() -> None:
     feed(metrics, Queued(2.0, "c", 4), Admitted(2.0, "c", 0, 0), Planned(2.0, 4, 1, 4))
     feed(metrics, stepped(3.0, 2, [0]))
     series = scrape(metrics)
-    assert_seen(series, "time_to_first_token_seconds", 1.0)
-    assert_seen(series, "inter_token_latency_seconds", 1.0)
+    assert_observed(series, "time_to_first_token_seconds", 1.0)
+    assert_observed(series, "inter_token_latency_seconds", 1.0)
     assert series["generation_tokens_total", ""] == 3
     feed(metrics, stepped(5.0, 4, [0], 4))
-    assert_seen(scrape(metrics), "time_to_first_token_seconds", 1.0, 3.0)
+    assert_observed(scrape(metrics), "time_to_first_token_seconds", 1.0, 3.0)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_requests_that_did_not_run_to_their_end(reason: str) -> None:
-    """One ends in the queue, one without a token, one in the middle: counted as ended, no more."""
+def test_aborted_and_failed_requests_only_count_as_ended(reason: str) -> None:
+    """One ends in the queue, one before its first token, one in the middle."""
     metrics = new_metrics()
     feed(metrics, Queued(0.0, "q", 8), Queued(0.0, "a", 8), Queued(0.0, "b", 8))
     feed(metrics, Admitted(1.0, "a", 0, 0), Admitted(1.0, "b", 1, 0), Planned(1.0, 0, 2, 16))
@@ -235,20 +235,20 @@ def test_requests_that_did_not_run_to_their_end(reason: str) -> None:
     feed(metrics, *(Finished(3.0, name, reason, 0) for name in "qab"))
     series = scrape(metrics)
     assert series["request_success_total", reason] == 3
-    assert_seen(series, "time_to_first_token_seconds", 2.0)
-    assert_seen(series, "request_queue_time_seconds", 1.0, 1.0)
+    assert_observed(series, "time_to_first_token_seconds", 2.0)
+    assert_observed(series, "request_queue_time_seconds", 1.0, 1.0)
     for name in ("e2e_request_latency_seconds", "request_prompt_tokens"):
-        assert_seen(series, name)
+        assert_observed(series, name)
     feed(metrics, Queued(4.0, "d", 8), Admitted(4.0, "d", 1, 0), Planned(4.0, 1, 1, 8))
     feed(metrics, stepped(5.0, 1, [1], 8))
-    assert_seen(scrape(metrics), "time_to_first_token_seconds", 2.0, 1.0)
+    assert_observed(scrape(metrics), "time_to_first_token_seconds", 2.0, 1.0)
 
 
-# ---- the text ------------------------------------------------------------------------------
+# ---- the exported text ---------------------------------------------------------------------
 
 
-def test_what_each_key_took() -> None:
-    """Nothing of those without a key, whose names clients could invent."""
+def test_usage_is_counted_by_api_key() -> None:
+    """Tenants without a key are not listed, because clients could invent their names."""
     metrics = new_metrics()
     feed(
         metrics,
@@ -269,15 +269,16 @@ def test_what_each_key_took() -> None:
     assert found == {
         "quire:key_requests_total key 2": 2, "quire:key_requests_total key 1": 1,
         "quire:key_prompt_tokens_total key 2": 16,
-        "quire:key_prompt_tokens_total key 1": 0,  # it got no token
+        "quire:key_prompt_tokens_total key 1": 0,  # no output token
         "quire:key_prompt_tokens_cached_total key 2": 8,
         "quire:key_prompt_tokens_cached_total key 1": 0,
         "quire:key_generation_tokens_total key 2": 7, "quire:key_generation_tokens_total key 1": 0,
     }  # fmt: skip
 
 
-def test_guesses_by_their_place() -> None:
-    """Nothing is shown before the first; steps may try more guesses than those before them."""
+def test_accepted_draft_tokens_are_counted_by_position() -> None:
+    """The series appear with the first draft. Later steps may have more draft tokens than earlier
+    ones."""
     metrics, rows = new_metrics(), np.asarray([0, 1, 2], np.int32)
     feed(metrics, stepped(1.0, 0, [0, 1, 2], 3))
     assert not any(name.startswith("spec_decode") for name, _ in scrape(metrics))
@@ -295,7 +296,7 @@ def test_guesses_by_their_place() -> None:
     assert metrics.num_generation_tokens == 3 + 4 * 3 + 12
 
 
-def test_names_types_and_labels() -> None:
+def test_metrics_have_the_expected_names_types_and_labels() -> None:
     metrics = new_metrics()
     one_request(metrics)
     types = {f.name: f.type for f in text_string_to_metric_families(text_of(metrics))}
@@ -336,8 +337,8 @@ def test_names_types_and_labels() -> None:
                 assert sample.labels["model_name"] == "tiny" and sample.labels["engine"] == "0"
 
 
-def test_with_vllms_prefix_what_vllm_has_is_named_as_there() -> None:
-    """What is ours alone keeps our name; values and labels are the same under both."""
+def test_vllm_prefix_renames_only_the_metrics_that_vllm_has() -> None:
+    """Values and labels are the same under both prefixes."""
     metrics = new_metrics()
     feed(metrics, Queued(0.0, "a", 8, tenant="key 1"), Finished(2.0, "a", "stop", 5))
     view = idle_scheduler().view
@@ -346,15 +347,15 @@ def test_with_vllms_prefix_what_vllm_has_is_named_as_there() -> None:
     lines = [line for line in theirs.splitlines() if not line.startswith(("#", "process_"))]
     assert {line.partition(":")[0] for line in lines} == {"quire", "vllm"}
     names = {re.split(r"[{ ]", line)[0] for line in lines}
-    for asked in PICKERS_ASK:
-        assert f"vllm:{asked}" in names
+    for expected_name in EXPECTED_NAMES:
+        assert f"vllm:{expected_name}" in names
     assert "quire:pinned_prefixes" in names and "quire:key_requests_total" in names
-    assert "vllm:lora_requests_info" not in names, "there are no adapters to tell of"
-    was = [line for line in ours.splitlines() if not line.startswith(("#", "process_"))]
-    assert [re.sub("^vllm:", "quire:", line) for line in lines] == was
+    assert "vllm:lora_requests_info" not in names, "this engine has no adapters"
+    quire_lines = [line for line in ours.splitlines() if not line.startswith(("#", "process_"))]
+    assert [re.sub("^vllm:", "quire:", line) for line in lines] == quire_lines
 
 
-def test_settings_of_the_cache_are_labels() -> None:
+def test_cache_settings_are_labels() -> None:
     for family in text_string_to_metric_families(text_of(new_metrics(), caching=False)):
         if family.name == "quire:cache_config_info":
             (sample,) = family.samples
@@ -365,7 +366,7 @@ def test_settings_of_the_cache_are_labels() -> None:
     assert sample.labels["kv_cache_memory_bytes"] == "None"
 
 
-def test_the_models_name_is_escaped() -> None:
+def test_model_name_is_escaped() -> None:
     name = 'a "quoted" \\ name\nof {two} lines, ü'
     text = text_of(new_metrics(), name=name)
     families = list(text_string_to_metric_families(text))
@@ -377,14 +378,14 @@ def test_the_models_name_is_escaped() -> None:
 
 
 class Bench:
-    """A scheduler with metrics and notes of when which request got its tokens."""
+    """A scheduler with metrics that records when each request got its tokens."""
 
     def __init__(self, depth: int = 1, num_blocks: int = 24, num_rows: int = 4) -> None:
         config = SchedulerConfig(
             max_num_seqs=num_rows, max_num_batched_tokens=32, pipeline_depth=depth
         )
         self.scheduler, self.executor = dry_run(num_blocks, 4, config, MAX_LEN, True)
-        self.heard = listen(self.scheduler)
+        self.heard_events = listen(self.scheduler)
         self.metrics = EngineMetrics(num_rows, MAX_LEN, counts_hits=True)
         self.clock = FakeClock(100.0)
         self.rng = np.random.default_rng(depth)
@@ -410,8 +411,8 @@ class Bench:
         self.publish()
 
     def publish(self) -> None:
-        feed(self.metrics, *self.heard)
-        self.heard.clear()
+        feed(self.metrics, *self.heard_events)
+        self.heard_events.clear()
 
     def finish(self) -> None:
         while self.scheduler.has_work:
@@ -419,8 +420,8 @@ class Bench:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_busy_scheduler(depth: int) -> None:
-    """Shared prefixes, preemptions, more requests than rows: all that was noted was counted."""
+def test_metrics_match_a_busy_scheduler(depth: int) -> None:
+    """Prefixes are shared, rows preempted, and there are more requests than rows."""
     bench = Bench(depth)
     line = bench.rng.integers(0, 1000, 40).tolist()
     for i in range(40):
@@ -429,23 +430,25 @@ def test_a_busy_scheduler(depth: int) -> None:
         bench.step()
     bench.finish()
     series, tokens_s = scrape(bench.metrics, bench.scheduler), bench.tokens_s
-    assert series["num_preemptions_total", ""] > 0, "the case has become too easy"
+    assert series["num_preemptions_total", ""] > 0, "no request was preempted"
     assert series["prefix_cache_hits_total", ""] > 0
     assert len(tokens_s) == 40 and series["request_success_total", "length"] == 40
     assert series["generation_tokens_total", ""] == sum(map(len, tokens_s.values()))
-    assert_seen(
+    assert_observed(
         series,
         "time_to_first_token_seconds",
         *(times[0] - bench.queued_s[name] for name, times in tokens_s.items()),
     )
     gaps = [gap for times in tokens_s.values() for gap in np.diff(times).tolist()]
-    assert_seen(series, "inter_token_latency_seconds", *gaps)
-    assert_seen(series, "request_generation_tokens", *map(len, tokens_s.values()))
-    assert_seen(series, "request_decode_time_seconds", *(t[-1] - t[0] for t in tokens_s.values()))
-    assert_seen(series, "iteration_tokens_total", *bench.num_planned)
+    assert_observed(series, "inter_token_latency_seconds", *gaps)
+    assert_observed(series, "request_generation_tokens", *map(len, tokens_s.values()))
+    assert_observed(
+        series, "request_decode_time_seconds", *(t[-1] - t[0] for t in tokens_s.values())
+    )
+    assert_observed(series, "iteration_tokens_total", *bench.num_planned)
 
 
-def test_gauges_show_the_scheduler_as_it_is() -> None:
+def test_gauges_show_the_current_state_of_the_scheduler() -> None:
     bench = Bench(num_blocks=20, num_rows=2)
     for i in range(5):
         bench.add(f"r{i}", [i] * 9, 4)
@@ -461,15 +464,16 @@ def test_gauges_show_the_scheduler_as_it_is() -> None:
     assert series["kv_cache_usage_perc", ""] == 0
 
 
-def num_timelines() -> int:
+def num_request_times() -> int:
     gc.collect()
     return sum(isinstance(item, RequestTimes) for item in gc.get_objects())
 
 
-def test_nothing_is_kept_of_requests_that_have_ended() -> None:
-    """Hundreds of them, every third aborted: in the queue, without a token, or preempted."""
+def test_no_state_is_kept_for_ended_requests() -> None:
+    """Every third of the requests is aborted: in the queue, before its first token, or
+    preempted."""
     bench = Bench(depth=2)
-    before = num_timelines()
+    before = num_request_times()
     for i in range(400):
         bench.add(f"r{i}", bench.rng.integers(0, 1000, 1 + i % 30).tolist(), 1 + i % 7)
         if i % 3 == 0:
@@ -480,10 +484,10 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     series = scrape(bench.metrics, bench.scheduler)
     ended = {reason: series["request_success_total", reason] for reason in ("length", "abort")}
     assert sum(ended.values()) == 400 and ended["abort"] > 40
-    assert bench.metrics.open == {} and num_timelines() == before
+    assert bench.metrics.open == {} and num_request_times() == before
 
 
-def test_idle_time_is_that_between_requests() -> None:
+def test_idle_time_is_the_time_between_requests() -> None:
     metrics = new_metrics()
     feed(metrics, Queued(5.0, "a", 8), Queued(6.0, "b", 8), Finished(7.0, "a", "abort", 0))
     assert metrics.idle_s == 0

@@ -1,4 +1,4 @@
-"""The reports of a prompt's prefix hit, and their readers."""
+"""Reports of a prompt's prefix hit for operators and clients."""
 
 import pytest
 
@@ -11,7 +11,7 @@ APART = {"miss": "diverged", "at_token": 40, "near_id": "cmpl-1"}
 
 
 @pytest.mark.parametrize(
-    ("report", "told"),
+    ("report", "words"),
     [
         (PrefixReport(), "no prefix hit"),
         (PrefixReport(miss="new"), "no prefix hit; the rest matches no known prompt"),
@@ -48,12 +48,13 @@ APART = {"miss": "diverged", "at_token": 40, "near_id": "cmpl-1"}
         (PrefixReport(miss="off"), "no prefix hit; there is no prefix cache"),
     ],
 )
-def test_in_words(report: PrefixReport, told: str) -> None:
-    assert in_words(report, 100) == told
+def test_report_is_described_in_words(report: PrefixReport, words: str) -> None:
+    assert in_words(report, 100) == words
 
 
-def test_others_stay_hidden() -> None:
-    """Of another tenant nothing is told; of one's own not by id; the nameless are told nothing."""
+def test_reports_hide_the_requests_of_other_tenants() -> None:
+    """Clients learn nothing about other tenants' requests, and no ids of their own. Clients without
+    a key learn about no other request."""
     foreign = PrefixReport(device=32, **APART)
     own = PrefixReport(device=32, near_is_own=True, **APART)
     tiers = {"cached_tokens_by_tier": {"device": 32}}
@@ -78,7 +79,7 @@ def test_others_stay_hidden() -> None:
     assert shown_to(unread, "")["cache_miss"] == {"reason": "unread"}
 
 
-def test_timelines_tell_it() -> None:
+def test_timelines_include_the_prefix_report() -> None:
     lines = Timelines(4, 4)
     report = PrefixReport(device=8, near_is_own=True, lost_s=1.0, miss="evicted", near_id="other")
     lines(Queued(0.0, "mine", 30, tenant="t"))

@@ -1,4 +1,4 @@
-"""The status line: when it is printed, and that its rates cover the time since the last one."""
+"""The status line: when it is logged, and that its rates cover the time since the previous line."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def metrics() -> EngineMetrics:
 
 
 class Engine:
-    """Makes events of a request `a` that holds row 0."""
+    """Emits the events of a request `a` on row 0."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self.metrics = metrics
@@ -44,7 +44,7 @@ class Engine:
         self.metrics(Finished(at_s, "a", "length", 1))
 
 
-def test_rates_are_those_since_the_last_line(metrics: EngineMetrics) -> None:
+def test_rates_cover_the_time_since_the_last_line(metrics: EngineMetrics) -> None:
     engine = Engine(metrics)
     assert engine.status.line(0.0) is None
     engine.begin(0.0, num_prompt=40, num_cached=10)
@@ -66,7 +66,7 @@ def test_rates_are_those_since_the_last_line(metrics: EngineMetrics) -> None:
     assert line.endswith("; KV pool 0 % used; 1 preempted")
 
 
-def test_running_waiting_and_the_pool_are_those_of_now(metrics: EngineMetrics) -> None:
+def test_running_waiting_and_pool_usage_are_current(metrics: EngineMetrics) -> None:
     scheduler = new_scheduler()
     for i in range(6):
         scheduler.add(dry_request(f"r{i}", [i] * 9, 4), 0.0)
@@ -74,7 +74,7 @@ def test_running_waiting_and_the_pool_are_those_of_now(metrics: EngineMetrics) -
     assert status.line(0.0) is None
     assert scheduler.schedule(0.0).plan is not None
     line = status.line(10.0)
-    assert line is not None, "they run, but nothing comes: the very thing to be told of"
+    assert line is not None, "running requests without tokens must be reported"
     assert line == "0.0 prompt and 0.0 output tokens/s; 4 running, 2 waiting; KV pool 60 % used"
 
 
@@ -86,11 +86,11 @@ def test_no_line_without_work(metrics: EngineMetrics) -> None:
     assert engine.step(49.5) is None
     engine.end(49.5)
     lines = [engine.status.line(float(second)) for second in range(50, 90)]
-    assert len([line for line in lines if line]) == 1, "of the one token, and then no more"
+    assert len([line for line in lines if line]) == 1, "one line for the token, then none"
 
 
-def test_a_night_without_requests_does_not_dilute_the_rates(metrics: EngineMetrics) -> None:
-    """Nobody asks for a line between the last step of a request and the first of the next."""
+def test_long_idle_time_does_not_dilute_the_rates(metrics: EngineMetrics) -> None:
+    """No line is requested between the last step of one request and the first step of the next."""
     engine = Engine(metrics)
     engine.begin(0.0)
     lines = [engine.step(float(second), 1) for second in range(6)]
@@ -103,7 +103,7 @@ def test_a_night_without_requests_does_not_dilute_the_rates(metrics: EngineMetri
     assert line.startswith("0.1 prompt and 1.1 output tokens/s"), "11 tokens and a prompt in 10 s"
 
 
-def test_a_pause_that_was_asked_through_is_not_taken_twice(metrics: EngineMetrics) -> None:
+def test_idle_time_with_polling_is_subtracted_once(metrics: EngineMetrics) -> None:
     engine = Engine(metrics)
     engine.begin(0.0)
     engine.step(0.0)
@@ -115,14 +115,14 @@ def test_a_pause_that_was_asked_through_is_not_taken_twice(metrics: EngineMetric
     assert len([line for line in lines if line]) == 1
 
 
-def test_short_pauses_count_as_time(metrics: EngineMetrics) -> None:
-    """A request of one token every second is one token per second, however quick it was."""
+def test_short_idle_times_count_for_the_rates(metrics: EngineMetrics) -> None:
+    """One request of one token per second gives one token per second, however short its step."""
     engine = Engine(metrics)
     lines = []
     for second in range(31):
         engine.begin(float(second), num_prompt=1)
         lines.append(engine.step(second + 0.01))
         engine.end(second + 0.01)
-    told = [line for line in lines if line]
-    assert len(told) == 3
-    assert all(line.startswith("1.0 prompt and 1.0 output tokens/s") for line in told)
+    logged = [line for line in lines if line]
+    assert len(logged) == 3
+    assert all(line.startswith("1.0 prompt and 1.0 output tokens/s") for line in logged)

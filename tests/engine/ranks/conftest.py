@@ -9,7 +9,7 @@ from tests.support.processes.forks import SiteForkedPopen, forked_children
 
 @pytest.fixture
 def executed_ranks() -> None:
-    """Requested by tests that start ranks as the engine starts them."""
+    """Start ranks as the engine starts them, without forking."""
 
 
 @pytest.fixture(autouse=True)

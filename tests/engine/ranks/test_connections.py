@@ -32,16 +32,16 @@ def arrivals() -> "SimpleQueue[Arrival]":
 
 
 @pytest.fixture
-def door(arrivals: "SimpleQueue[Arrival]") -> Iterator[AuthenticatingListener]:
-    door = AuthenticatingListener("127.0.0.1", SECRET, arrivals.put)
-    yield door
-    door.close()
+def core_listener(arrivals: "SimpleQueue[Arrival]") -> Iterator[AuthenticatingListener]:
+    core_listener = AuthenticatingListener("127.0.0.1", SECRET, arrivals.put)
+    yield core_listener
+    core_listener.close()
 
 
-def test_who_knows_the_secret_is_let_in(
-    door: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]"
+def test_rank_with_the_secret_is_accepted(
+    core_listener: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]"
 ) -> None:
-    with connect(door.address, SECRET, Role.STORE, 70_000) as sock:
+    with connect(core_listener.address, SECRET, Role.STORE, 70_000) as sock:
         arrival = arrivals.get(timeout=5)
         assert (arrival.role, arrival.rank) == (Role.STORE, 70_000)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -51,27 +51,33 @@ def test_who_knows_the_secret_is_let_in(
         assert sock.recv(1) == b""
 
 
-def test_who_does_not_is_refused_and_told_of_once(
-    door: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]", caplog: pytest.LogCaptureFixture
+def test_rank_without_the_secret_is_rejected_and_logged_once(
+    core_listener: AuthenticatingListener,
+    arrivals: "SimpleQueue[Arrival]",
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "quire"):
         for _ in range(3):
             with pytest.raises(EngineError, match="is the secret of this start the same"):
-                connect(door.address, OTHER, Role.RANK, 0)
-        with connect(door.address, SECRET, Role.RANK, 0):
+                connect(core_listener.address, OTHER, Role.RANK, 0)
+        with connect(core_listener.address, SECRET, Role.RANK, 0):
             assert arrivals.get(timeout=5).role is Role.RANK
     assert arrivals.empty()
     [line] = [record.getMessage() for record in caplog.records]
     assert "from 127.0.0.1" in line and "does not have the secret" in line
 
 
-def test_strangers_are_hung_up_on_and_others_come_in(
-    door: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]", monkeypatch: pytest.MonkeyPatch
+def test_strangers_are_disconnected_and_ranks_still_connect(
+    core_listener: AuthenticatingListener,
+    arrivals: "SimpleQueue[Arrival]",
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "HANDSHAKE_TIMEOUT_S", 0.3)
     whole = MAGIC + bytes(connections.NONCE_BYTES) + ROLE.pack(Role.RANK, 0) + bytes(32)
     for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" * 40, whole, whole[:50]):
-        with socket.create_connection((door.address.host, door.address.port), 5) as stranger:
+        with socket.create_connection(
+            (core_listener.address.host, core_listener.address.port), 5
+        ) as stranger:
             stranger.sendall(sent)
             received = b""
             try:
@@ -79,14 +85,14 @@ def test_strangers_are_hung_up_on_and_others_come_in(
                     received += more
             except ConnectionResetError:
                 pass
-            assert len(received) <= GREETING  # no proof for nothing
+            assert len(received) <= GREETING  # the core sends no proof to strangers
     assert arrivals.empty()
-    with connect(door.address, SECRET, Role.RANK, 1):
+    with connect(core_listener.address, SECRET, Role.RANK, 1):
         assert arrivals.get(timeout=5).rank == 1
 
 
-def test_a_peer_that_drips_bytes_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handshake ends in time, although each single read succeeds."""
+def test_handshake_of_a_slow_peer_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each single read of one byte succeeds."""
     now_s = [0.0]
 
     class Dripping(socket.socket):
@@ -110,14 +116,14 @@ def test_a_peer_that_drips_bytes_has_one_deadline(monkeypatch: pytest.MonkeyPatc
     assert now_s == [connections.HANDSHAKE_TIMEOUT_S]
 
 
-def test_more_strangers_than_it_talks_to_are_hung_up_on_at_once(
-    door: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]"
+def test_connections_beyond_the_handshake_limit_are_closed(
+    core_listener: AuthenticatingListener, arrivals: "SimpleQueue[Arrival]"
 ) -> None:
-    where = door.address.host, door.address.port
+    where = core_listener.address.host, core_listener.address.port
     strangers = [socket.create_connection(where, 5) for _ in range(connections.MAX_HANDSHAKES)]
     try:
         for stranger in strangers:
-            assert stranger.recv(GREETING)  # it is talked to
+            assert stranger.recv(GREETING)  # the handshake has begun
         with socket.create_connection(where, 5) as late:
             assert late.recv(1) == b""
     finally:
@@ -125,8 +131,8 @@ def test_more_strangers_than_it_talks_to_are_hung_up_on_at_once(
             stranger.close()
 
 
-def test_a_core_must_prove_itself_too() -> None:
-    """One that knows no secret cannot use what a rank has said, nor send it its own words back."""
+def test_core_must_prove_its_secret_too() -> None:
+    """A core without the secret cannot use a rank's proof, nor echo it to the rank."""
     for echoes in (False, True):
         listener = socket.create_server(("127.0.0.1", 0))
         address = Address(*listener.getsockname())
@@ -135,8 +141,8 @@ def test_a_core_must_prove_itself_too() -> None:
             sock, _ = listener.accept()
             with sock:
                 sock.sendall(MAGIC + bytes(connections.NONCE_BYTES))
-                said = sock.recv(200)
-                sock.sendall(said[-32:] if echoes else bytes(32))
+                reply = sock.recv(200)
+                sock.sendall(reply[-32:] if echoes else bytes(32))
                 sock.recv(1)
 
         thread = threading.Thread(target=serve)
@@ -147,41 +153,41 @@ def test_a_core_must_prove_itself_too() -> None:
         listener.close()
 
 
-def test_what_a_connection_is_for_is_part_of_the_proof() -> None:
-    """Nobody on the way can make another rank of it, and the secret does not cross."""
+def test_role_and_rank_are_part_of_the_proof() -> None:
+    """An attacker in the middle cannot change the rank number, and the secret is never sent."""
     core, between_core = socket.socketpair()
     with core, between_core, socket.create_server(("127.0.0.1", 0)) as listener:
         errors: SimpleQueue[Exception] = SimpleQueue()
 
-        def let() -> None:
+        def accept_rank() -> None:
             try:
                 authenticate(core, SECRET)
             except EngineError as error:
                 errors.put(error)
 
-        def dial_there() -> None:
+        def connect_rank() -> None:
             with pytest.raises(EngineError):
                 connect(Address(*listener.getsockname()), SECRET, Role.RANK, 0)
 
-        threads = [threading.Thread(target=each) for each in (let, dial_there)]
+        threads = [threading.Thread(target=each) for each in (accept_rank, connect_rank)]
         for thread in threads:
             thread.start()
         rank, _ = listener.accept()
         rank.sendall(between_core.recv(200))
-        said = rank.recv(200)
-        assert SECRET not in said
-        between_core.sendall(said.replace(ROLE.pack(Role.RANK, 0), ROLE.pack(Role.RANK, 1)))
+        reply = rank.recv(200)
+        assert SECRET not in reply
+        between_core.sendall(reply.replace(ROLE.pack(Role.RANK, 0), ROLE.pack(Role.RANK, 1)))
         assert "does not have the secret" in str(errors.get(timeout=5))
         rank.close()
         for thread in threads:
             thread.join(5)
 
 
-def test_it_listens_where_it_is_told_and_nowhere_else(door: AuthenticatingListener) -> None:
+def test_listener_listens_only_at_its_address(core_listener: AuthenticatingListener) -> None:
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", door.address.port), 5)
+        socket.create_connection(("127.0.0.2", core_listener.address.port), 5)
     with pytest.raises(EngineError, match=r"192\.0\.2\.254:0.*must be an address of this machine"):
         AuthenticatingListener("192.0.2.254", SECRET, lambda arrival: None)
-    door.close()
+    core_listener.close()
     with pytest.raises(EngineError, match="no core answers at 127.0.0.1"):
-        connect(door.address, SECRET, Role.RANK, 0)
+        connect(core_listener.address, SECRET, Role.RANK, 0)

@@ -1,4 +1,4 @@
-"""Ranks that deal out sequences' tokens among each other: the same answers as in one process."""
+"""Ranks that divide sequences' tokens among each other give the same outputs as one process."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ FOUR = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
 
 
 def compare(ranks: dict[str, Any], architecture: str, num_blocks: int, **settings: Any) -> Answers:
-    """Blocks are as many as in one process, although a rank's are smaller."""
+    """Use as many blocks as in one process, although each rank's blocks are smaller."""
     expected = alone(architecture, num_blocks, tuple(settings.items()))
     found = answers_of(text_checkpoint(architecture), num_blocks // 2, **settings, **ranks)
     for mine, theirs in zip(found.answers, expected.answers, strict=True):
@@ -25,20 +25,20 @@ def compare(ranks: dict[str, Any], architecture: str, num_blocks: int, **setting
     return found
 
 
-def test_chunks_hits_groups_beams_masks_and_logprobs() -> None:
+def test_context_parallel_ranks_match_one_process() -> None:
     assert compare(TWO, "multi_query", 120).num_masked > 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(("swap", "recompute"), "swap"))
-def test_who_gives_way_comes_back(mode: str) -> None:
+def test_preempted_rows_resume(mode: str) -> None:
     settings = {"preemption_mode": mode, "pipeline_depth": 2, "kv_host_gb": 0.001}
     found = compare(TWO, "multi_query", 30, **settings)
     assert (found.moves.get("swap_out", 0) > 0) == (mode == "swap") or "load" in found.moves
 
 
 @pytest.mark.slow
-def test_guesses() -> None:
+def test_ngram_drafts_are_verified() -> None:
     settings = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3})}
     assert compare(TWO, "multi_query", 120, **settings).num_draft_tokens > 0
 
@@ -47,26 +47,28 @@ def test_guesses() -> None:
 @pytest.mark.parametrize(
     "architecture", slow_but(("gpt_oss", "gemma2", "qwen3_5_text"), "gpt_oss", "qwen3_5_text")
 )
-def test_other_layers(architecture: str) -> None:
-    """With windows, sinks, soft caps and states; two of four ranks have the same heads."""
+def test_other_layers_match(architecture: str) -> None:
+    """The layers have windows, sinks, soft caps and states. Two of the four ranks have the same
+    heads."""
     compare(FOUR, architecture, 240)
 
 
 @pytest.mark.slow
-def test_latent_vectors_are_refused() -> None:
+def test_latent_attention_is_rejected() -> None:
     with pytest.raises(ConfigError, match="latent attention; remove decode_context_parallel_size"):
         LLM(str(text_checkpoint("deepseek_v3")), dtype="float64", **TWO)
 
 
 @pytest.mark.slow
-def test_in_stages() -> None:
+def test_stages_of_context_parallel_ranks_match() -> None:
     compare(TWO | {"pipeline_parallel_size": 2}, "multi_query", 120)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{}, TWO], ids=["cores", "cores of two ranks"])
-def test_two_cores_of_a_model_with_one_head_under_load(ranks: dict[str, Any]) -> None:
-    """More requests than rows, in pools so small that rows are preempted all the time."""
+def test_two_cores_match_one_core_under_load(ranks: dict[str, Any]) -> None:
+    """There are more requests than rows, and the pools are so small that rows are preempted all the
+    time."""
     model = str(text_checkpoint("multi_query"))
     prompts, ways = zip(*asked() * 15, strict=True)
     found = []
@@ -79,7 +81,7 @@ def test_two_cores_of_a_model_with_one_head_under_load(ranks: dict[str, Any]) ->
 
 
 @pytest.mark.slow
-def test_who_has_not_the_same_heads_is_told_the_numbers() -> None:
+def test_indivisible_number_of_ranks_is_named() -> None:
     words = r"decode_context_parallel_size=2 does not divide the 1 of tensor_parallel_size=2 ranks"
     with pytest.raises(ConfigError, match=words):
         LLM(str(text_checkpoint("llama")), dtype="float64", **TWO)

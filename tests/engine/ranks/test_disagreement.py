@@ -19,7 +19,7 @@ NOTHING = np.empty(0, np.int32)
 
 
 class Link:
-    """Remembers what ranks were told, and why they were given up."""
+    """Records the messages to ranks, and the reasons for which ranks were given up."""
 
     def __init__(self) -> None:
         self.sent: list[ToRank] = []
@@ -44,7 +44,7 @@ def result(error: str | None = None) -> Done:
     return Done.of(0, found, answers=True)
 
 
-def test_a_step_that_failed_on_some_ends_the_engine_and_names_who() -> None:
+def test_step_that_failed_on_some_ranks_stops_the_engine() -> None:
     steps, link = steps_of(2)
     steps.hear(1, Done(0, 0.1, "no memory"))
     assert not link.given_up
@@ -53,10 +53,10 @@ def test_a_step_that_failed_on_some_ends_the_engine_and_names_who() -> None:
     assert steps.results.empty()
 
 
-def test_who_still_works_on_a_step_that_failed_on_others_is_given_two_seconds(
+def test_rank_without_result_of_a_failed_step_gets_two_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may wait for them in an exchange."""
+    """It may be waiting for the failed ranks in an exchange."""
     steps, link = steps_of(2)
     steps.hear(1, Done(0, 0.1, "no memory"))
     steps.tick()
@@ -66,7 +66,7 @@ def test_who_still_works_on_a_step_that_failed_on_others_is_given_two_seconds(
     assert link.given_up == [(1, "failed on a step, and not all did: no memory")]
 
 
-def test_a_step_that_failed_on_all_may_be_repeated() -> None:
+def test_step_that_failed_on_all_ranks_may_be_repeated() -> None:
     steps, link = steps_of(2)
     steps.hear(1, Done(0, 0.1, "no memory"))
     steps.hear(0, result("no memory"))
@@ -74,7 +74,7 @@ def test_a_step_that_failed_on_all_may_be_repeated() -> None:
     assert not link.given_up and getattr(found, "error", None) == "no memory"
 
 
-def test_of_stages_those_before_the_one_that_failed_have_gone_on() -> None:
+def test_step_that_failed_in_the_last_stage_is_no_disagreement() -> None:
     steps, link = steps_of(2, num_stages=2)
     steps.hear(0, Done(0, 0.1))
     steps.hear(1, result("bad rows"))
@@ -82,7 +82,7 @@ def test_of_stages_those_before_the_one_that_failed_have_gone_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "pattern"),
     [
         ({"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, "=4 x .*=2 needs 8 CUDA dev"),
         (
@@ -91,14 +91,14 @@ def test_of_stages_those_before_the_one_that_failed_have_gone_on() -> None:
         ),
     ],
 )
-def test_more_ranks_than_devices_name_both_numbers(
-    settings: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+def test_too_few_devices_error_names_both_numbers(
+    settings: dict[str, object], pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_has_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = config_from_flat(**settings)
     parallel = config.parallel
-    with pytest.raises(ConfigError, match=f"{said}.*, and torch sees 3"):
+    with pytest.raises(ConfigError, match=f"{pattern}.*, and torch sees 3"):
         launch.cuda_devices(config, parallel.num_ranks // parallel.nnodes)
     assert launch.cuda_devices(config, 2) == ["0", "1"]

@@ -1,4 +1,4 @@
-"""Plans carried out by processes of ranks: the same answers as in the engine's own process.
+"""Plans that rank processes execute give the same outputs as in the engine's own process.
 
 Covers `engine/ranks/executor.py`, `engine/ranks/rank_main.py`, `engine/ranks/launch.py`.
 """
@@ -26,8 +26,9 @@ def compare(ranks: dict[str, Any], architecture: str, num_blocks: int, **setting
 
 
 @pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
-def test_another_process_with_few_blocks(mode: str) -> None:
-    """Chunks, hits, groups, beams, masks and logprobs; who gives way comes back."""
+def test_another_process_with_few_blocks_matches(mode: str) -> None:
+    """Covers chunks, prefix hits, groups, beams, masks, log-probabilities and preempted rows that
+    resume."""
     settings = {"preemption_mode": mode, "pipeline_depth": 2, "kv_host_gb": 0.001}
     found = compare(MP, "llama", 30, **settings)
     assert found.num_masked > 5
@@ -35,8 +36,8 @@ def test_another_process_with_few_blocks(mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_that_guess() -> None:
-    """Chunks, hits, groups, beams, masks, logprobs, and tokens that a draft model guesses."""
+def test_two_ranks_with_a_draft_model_match() -> None:
+    """Covers chunks, prefix hits, groups, beams, masks, log-probabilities and draft tokens."""
     draft = {"method": "draft_model", "model": str(text_checkpoint("gpt2"))}
     settings = {"speculative_config": json.dumps(draft | {"num_speculative_tokens": 3})}
     found = compare(TWO, "llama", 120, **settings)
@@ -45,8 +46,8 @@ def test_two_ranks_that_guess() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [MP, TWO])
-def test_chunks_hits_groups_beams_masks_and_logprobs(ranks: dict[str, Any]) -> None:
-    """Without what the two above have besides."""
+def test_ranks_match_one_process(ranks: dict[str, Any]) -> None:
+    """Runs without preemption and draft tokens, unlike the two tests above."""
     assert compare(ranks, "llama", 120).num_masked > 5
 
 
@@ -63,16 +64,18 @@ def test_chunks_hits_groups_beams_masks_and_logprobs(ranks: dict[str, Any]) -> N
         ("llama", FOUR),
     ],
 )
-def test_layers_of_all_kinds_are_shared(architecture: str, ranks: dict[str, Any]) -> None:
-    """Mixtures, states, sinks, windows, chunks and latent vectors. Of four ranks, two have the same
-    heads."""
+def test_layers_of_all_kinds_are_divided_among_ranks(
+    architecture: str, ranks: dict[str, Any]
+) -> None:
+    """Mixtures, states, sinks, windows, chunks and latent vectors. Two of the four ranks have the
+    same heads."""
     assert compare(ranks, architecture, 240).num_masked > 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(("swap", "recompute"), "swap"))
-def test_who_gives_way_comes_back_to_all_ranks(mode: str) -> None:
-    """A rank has half of the heads, and so twice the blocks."""
+def test_preempted_rows_resume_on_all_ranks(mode: str) -> None:
+    """A rank has half of the heads, and so twice as many blocks."""
     settings = {"preemption_mode": mode, "kv_host_gb": 0.001}
     found = answers_of(text_checkpoint("llama"), 15, **settings, **TWO)
     assert found.answers == alone("llama", 30, tuple(settings.items())).answers
@@ -83,8 +86,8 @@ def test_who_gives_way_comes_back_to_all_ranks(mode: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "mode"), in_turn(("deepseek_v3", "llama4_text"), ("swap", "recompute"))
 )
-def test_preempted_rows_with_latent_vectors_or_chunks(architecture: str, mode: str) -> None:
-    """Preempted rows of a full pool have the answers of an engine with room."""
+def test_preempted_rows_with_latent_vectors_or_chunks_match(architecture: str, mode: str) -> None:
+    """Preempted rows of a full pool have the outputs of an engine with spare blocks."""
     settings = {"preemption_mode": mode, "kv_host_gb": 0.001}
     found = answers_of(text_checkpoint(architecture), 30, **settings)
     assert found.answers == alone(architecture, 240, ()).answers
@@ -95,7 +98,7 @@ def test_preempted_rows_with_latent_vectors_or_chunks(architecture: str, mode: s
 @pytest.mark.parametrize(
     "architecture", slow_but(("llama", "deepseek_v3", "llama4_text"), "deepseek_v3")
 )
-def test_guesses_of_the_text_are_tried_by_all_ranks(architecture: str) -> None:
-    guesses = {"method": "ngram", "num_speculative_tokens": 3}
-    found = compare(TWO, architecture, 240, speculative_config=json.dumps(guesses))
+def test_ngram_drafts_are_verified_by_all_ranks(architecture: str) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    found = compare(TWO, architecture, 240, speculative_config=json.dumps(speculation))
     assert found.num_draft_tokens > 0

@@ -1,4 +1,4 @@
-"""Ranks with whole experts of a mixture give the answers of one process, and report their load."""
+"""Ranks with whole experts of a mixture match one process and report their load."""
 
 import re
 from typing import Any
@@ -17,15 +17,15 @@ NUM_TOKENS, CHOSEN = 8, 3
 
 
 def served(**settings: Any) -> tuple[list[list[int]], list[int]]:
-    """Tokens, and the load of each rank's experts from the text of the metrics."""
-    asked = [
+    """Return the tokens, and the load of each rank's experts according to the metrics text."""
+    all_params = [
         SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
         SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=3, ignore_eos=True),
         SamplingParams(max_tokens=NUM_TOKENS, seed=4, top_p=0.8, ignore_eos=True),
     ]
     common = COMMON | {"dtype": "float32", "enable_prefix_caching": False}
     with LLM(str(checkpoint("qwen3_moe")), **(common | settings)) as llm:
-        outputs = llm.generate([WORDS] * len(asked), asked, use_tqdm=False)
+        outputs = llm.generate([WORDS] * len(all_params), all_params, use_tqdm=False)
         core = llm.engine.client.core
         loads: list[int] = []
         if isinstance(core.executor, RankExecutor):
@@ -33,18 +33,18 @@ def served(**settings: Any) -> tuple[list[list[int]], list[int]]:
             metrics = EngineMetrics(8, 96, False)
             exposition = Exposition(metrics, core.view, "m", CacheConfig(), ranks=times)
 
-            def is_told() -> bool:
+            def all_pairs_are_exported() -> bool:
                 found = r'^quire:rank_expert_pairs_total{.*rank="(\d)"} (\S+)$'
-                told = dict(re.findall(found, exposition.text(), re.MULTILINE))
-                loads[:] = [int(float(told[each])) for each in sorted(told)]
-                num_computed = len(asked) * (len(WORDS) + NUM_TOKENS - 1)
+                exported = dict(re.findall(found, exposition.text(), re.MULTILINE))
+                loads[:] = [int(float(exported[each])) for each in sorted(exported)]
+                num_computed = len(all_params) * (len(WORDS) + NUM_TOKENS - 1)
                 return sum(loads) == num_computed * CHOSEN * LLAMA_LIKE["num_hidden_layers"]
 
-            wait_until(is_told, "all pairs are told of", 5)
+            wait_until(all_pairs_are_exported, "all pairs are exported", 5)
         return [list(output.outputs[0].token_ids) for output in outputs], loads
 
 
-def test_whole_experts_on_two_ranks() -> None:
+def test_whole_experts_on_two_ranks_match_one_process() -> None:
     tokens, loads = served(**EXPERTS)
     assert tokens == served()[0]
     assert len(loads) == 2 and all(loads) and loads[0] != loads[1]

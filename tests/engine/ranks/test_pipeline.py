@@ -1,4 +1,5 @@
-"""A model in stages, each a process or several: the same answers as in the engine's own process."""
+"""A model in stages, each of one process or several, gives the same outputs as the engine's own
+process."""
 
 import json
 from typing import Any
@@ -16,7 +17,7 @@ STAGES = {"pipeline_parallel_size": 2}
 BOTH = STAGES | {"tensor_parallel_size": 2}
 
 
-def test_chunks_hits_groups_beams_masks_and_logprobs() -> None:
+def test_stages_match_one_process() -> None:
     assert compare(STAGES, "llama", 120).num_masked > 5
 
 
@@ -25,7 +26,7 @@ def test_chunks_hits_groups_beams_masks_and_logprobs() -> None:
     ("architecture", "ranks"),
     in_turn(("llama", "qwen3_moe", "qwen3_5", "gpt2", "deepseek_v3"), (STAGES, BOTH)),
 )
-def test_mixtures_hybrids_and_stages_of_several_ranks(
+def test_other_architectures_and_stages_of_several_ranks_match(
     architecture: str, ranks: dict[str, Any]
 ) -> None:
     compare(ranks, architecture, 120)
@@ -33,8 +34,8 @@ def test_mixtures_hybrids_and_stages_of_several_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(("swap", "recompute"), "swap"))
-def test_who_gives_way_comes_back(mode: str) -> None:
-    """A stage has half of the layers, and so twice the blocks."""
+def test_preempted_rows_resume(mode: str) -> None:
+    """A stage has half of the layers, and so twice as many blocks."""
     settings = {"preemption_mode": mode, "kv_host_gb": 0.001}
     found = answers_of(text_checkpoint("llama"), 15, **settings, **STAGES)
     assert found.answers == alone("llama", 30, tuple(settings.items())).answers
@@ -42,7 +43,7 @@ def test_who_gives_way_comes_back(mode: str) -> None:
 
 
 @pytest.mark.slow
-def test_guesses_of_the_host() -> None:
+def test_stages_verify_ngram_drafts() -> None:
     config = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3})}
     assert compare(STAGES, "llama", 120, **config).num_draft_tokens > 0
 
@@ -55,11 +56,13 @@ def test_guesses_of_the_host() -> None:
         ("qwen3_5", {"speculative_config": {"method": "ngram"}}, "have states"),
     ],
 )
-def test_what_cannot_be_is_refused(model: str, settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_rejected(
+    model: str, settings: dict[str, Any], message: str
+) -> None:
     if "speculative_config" in settings:
-        asked = dict(settings["speculative_config"])
-        if "model" in asked:
-            asked["model"] = str(text_checkpoint(asked["model"]))
-        settings = {"speculative_config": json.dumps(asked)}
+        speculation = dict(settings["speculative_config"])
+        if "model" in speculation:
+            speculation["model"] = str(text_checkpoint(speculation["model"]))
+        settings = {"speculative_config": json.dumps(speculation)}
     with pytest.raises(ConfigError, match=message):
         LLM(str(text_checkpoint(model)), **(COMMON | STAGES | settings))

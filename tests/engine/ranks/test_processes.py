@@ -1,4 +1,4 @@
-"""Ranks that die, hang or spin: an error in time, and no process is left.
+"""Ranks that die, hang or spin cause an error in time, and no process remains.
 
 Covers `engine/ranks/processes.py`.
 """
@@ -36,7 +36,7 @@ LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 ONE: dict[str, Any] = {"distributed_executor_backend": "mp"}
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
-HOW = {signal.SIGKILL: "signal 9", signal.SIGSTOP: "SIGSTOP"}
+END_MESSAGES = {signal.SIGKILL: "signal 9", signal.SIGSTOP: "SIGSTOP"}
 
 
 def config(**settings: Any) -> EngineConfig:
@@ -44,26 +44,26 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def ranks_of() -> list[int]:
-    """The processes of this process's ranks."""
+    """Return the rank processes of this process."""
     found = children_of(os.getpid())
     return sorted(pid for pid, command in found.items() if "rank_main" in command)
 
 
 @pytest.fixture(autouse=True)
-def nobody_stays() -> Iterator[None]:
+def no_rank_remains() -> Iterator[None]:
     assert not ranks_of()
     yield
-    wait_until(lambda: not ranks_of(), "all ranks have gone")
+    wait_until(lambda: not ranks_of(), "all ranks have ended")
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
-def test_while_loading(rank: int, number: int) -> None:
+def test_rank_lost_while_loading_is_an_error(rank: int, number: int) -> None:
     made = config(**TWO)
     ranks = Ranks(made)
     pid = ranks_of()[rank]
     kill(pid, number)
     began = time.monotonic()
-    with pytest.raises(RankLost, match=HOW[number]) as raised:
+    with pytest.raises(RankLost, match=END_MESSAGES[number]) as raised:
         ranks.load(made, resolve_model(made.model.model), None)
     assert time.monotonic() - began < SOON_S
     assert f"rank {rank} of 2 (process {pid})" in str(raised.value)
@@ -81,7 +81,9 @@ def test_while_loading(rank: int, number: int) -> None:
         pytest.param(False, 0, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
-def test_at_rest_and_in_a_step(is_idle: bool, rank: int, number: int) -> None:
+def test_rank_lost_at_rest_or_in_a_step_stops_the_engine(
+    is_idle: bool, rank: int, number: int
+) -> None:
     with LLM(str(checkpoint("llama")), **(COMMON | TWO)) as llm:
         core, pids = llm.engine.client.core, ranks_of()
         if not is_idle:
@@ -92,8 +94,8 @@ def test_at_rest_and_in_a_step(is_idle: bool, rank: int, number: int) -> None:
         kill(pids[rank], number)
         began = time.monotonic()
         if is_idle:
-            wait_until(lambda: core.rest_s() == 0.0, "it is missed", SOON_S)
-        with pytest.raises(EngineError, match=HOW[number]):
+            wait_until(lambda: core.rest_s() == 0.0, "the loss is detected", SOON_S)
+        with pytest.raises(EngineError, match=END_MESSAGES[number]):
             core.step()
         assert time.monotonic() - began < SOON_S
         assert f"rank {rank} of 2 (process {pids[rank]})" in str(core._death)
@@ -110,7 +112,7 @@ def spin(number, frame):
         pass
 
 def hang(number, frame):
-    ctypes.PyDLL(None).pause()  # which holds Python's lock for ever
+    ctypes.PyDLL(None).pause()  # holds Python's lock forever
 
 if "quire.engine.ranks.rank_main" in sys.orig_argv:
     signal.signal(signal.SIGUSR1, spin)
@@ -125,7 +127,7 @@ if "quire.engine.ranks.rank_main" in sys.orig_argv:
         (0, signal.SIGUSR2, r"it was in step \d+, after"),
     ],
 )
-def test_who_spins_is_told_from_who_waits_for_it(
+def test_stuck_rank_is_distinguished_from_waiting_ones(
     rank: int, number: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SPIN)
@@ -136,24 +138,24 @@ def test_who_spins_is_told_from_who_waits_for_it(
         next(llm.stream(WORDS, LONG))
         core.add(Request("r", WORDS, LONG, seed=1))
         last_beats = core.executor.steps._stragglers._last_beats
-        # Otherwise it may still be sending its answer, and send nothing else then.
-        wait_until(lambda: last_beats[rank].beat.number >= 0, "it has told of its step")
+        # Otherwise the rank may still be sending its result, and then sends nothing else.
+        wait_until(lambda: last_beats[rank].beat.number >= 0, "the rank has reported its step")
         kill(pids[rank], number)
         core.plan()
         began = time.monotonic()
         with pytest.raises(EngineError, match=f"rank {rank} of 2 .process {pids[rank]}. is stuck"):
             core.step()
         assert 1.6 < time.monotonic() - began < 30.0
-        said = str(core._death)
-        assert re.search(r"step \d+ did not finish within \d+\.\d s", said)
-        assert re.search(place, said)
+        message = str(core._death)
+        assert re.search(r"step \d+ did not finish within \d+\.\d s", message)
+        assert re.search(place, message)
         with pytest.raises(EngineError, match="the engine has stopped"):
             llm.generate(WORDS, GREEDY, use_tqdm=False)
     assert not any(map(is_running, pids))
 
 
 @pytest.mark.slow
-def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions(
+def test_briefly_stopped_rank_continues_and_rejects_functions(
     executed_ranks: None,
 ) -> None:
     with LLM(str(checkpoint("llama")), **COMMON, **ONE) as llm:
@@ -166,13 +168,13 @@ def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions(
             llm.generate(WORDS, params, use_tqdm=False)
 
 
-def test_an_engine_that_nobody_holds_takes_its_ranks_along() -> None:
+def test_deleted_engine_ends_its_ranks() -> None:
     llm = LLM(str(checkpoint("llama")), **COMMON, **ONE)
     assert ranks_of()
     del llm
 
 
-def test_what_keeps_a_rank_from_loading_is_raised_here(tmp_path: Any) -> None:
+def test_loading_errors_of_a_rank_are_raised_in_the_engine(tmp_path: Any) -> None:
     with pytest.raises(OutOfMemory, match="less than one sequence"):
         LLM(str(checkpoint("llama")), **COMMON, **ONE, kv_cache_memory_bytes=1000)
     (tmp_path / "config.json").write_text("{}")

@@ -25,7 +25,7 @@ WAIT_S = 10.0
 
 
 class Pairs:
-    """theirs: the ranks' ends of the connections. calls: what the watch has asked for."""
+    """theirs: the ranks' ends of the connections. calls: the calls that the watch has made."""
 
     def __init__(self, num: int, error: Exception | None = None) -> None:
         self._error = error
@@ -65,7 +65,7 @@ class Pairs:
             stream.socket.close()
 
 
-class Heard:
+class Listener:
     def __init__(self) -> None:
         self.messages: SimpleQueue[tuple[int, FromRank]] = SimpleQueue()
         self.losses: SimpleQueue[RankLost] = SimpleQueue()
@@ -80,45 +80,45 @@ class Heard:
         pass
 
 
-def test_messages_go_both_ways_and_all_ends_in_order() -> None:
-    pairs, heard = Pairs(2), Heard()
-    ranks = RankSet(pairs, heard)
+def test_messages_pass_both_ways_and_close_ends_once() -> None:
+    pairs, listener = Pairs(2), Listener()
+    ranks = RankSet(pairs, listener)
     assert ranks.shares() == [(1, 7)] * 2
     ranks.link.send(Idle())
     assert [stream.receive() for stream in pairs.theirs] == [[Idle()]] * 2
     pairs.theirs[1].send(Idled(has_more=True))
-    assert heard.messages.get(timeout=WAIT_S) == (1, Idled(has_more=True))
+    assert listener.messages.get(timeout=WAIT_S) == (1, Idled(has_more=True))
     ranks.close()
     ranks.close()
-    assert pairs.calls == ["end"] and heard.losses.empty()
+    assert pairs.calls == ["end"] and listener.losses.empty()
 
 
-def test_a_rank_that_fails_ends_all_once() -> None:
-    pairs, heard = Pairs(2), Heard()
-    ranks = RankSet(pairs, heard)
+def test_failing_rank_is_reported_once_and_stops_all() -> None:
+    pairs, listener = Pairs(2), Listener()
+    ranks = RankSet(pairs, listener)
     pairs.theirs[1].send(Failed("EngineError", "no memory"))
-    error = heard.losses.get(timeout=WAIT_S)
+    error = listener.losses.get(timeout=WAIT_S)
     assert str(error) == "rank 1 of 2 (process 101) cannot continue: EngineError: no memory"
     ranks.link.give_up(0, "is late")
-    later = Heard()
+    later = Listener()
     ranks.link.set_listener(later)
-    assert later.losses.get_nowait() is error and heard.losses.empty()
+    assert later.losses.get_nowait() is error and listener.losses.empty()
     ranks.close()
     assert pairs.calls == ["stop", "end after a loss"]
 
 
-def test_what_keeps_ranks_from_starting_is_raised_to_those_who_wait() -> None:
-    pairs, heard = Pairs(1, ConfigError("there is no room")), Heard()
-    ranks = RankSet(pairs, heard)
+def test_start_error_is_raised_to_waiting_callers() -> None:
+    pairs, listener = Pairs(1, ConfigError("there is no room")), Listener()
+    ranks = RankSet(pairs, listener)
     with pytest.raises(ConfigError, match="there is no room"):
         ranks.wait()
     assert pairs.calls == ["stop", "end after a loss"]
-    assert isinstance(heard.losses.get_nowait(), RankLost)
+    assert isinstance(listener.losses.get_nowait(), RankLost)
 
 
-def test_a_message_that_cannot_be_read_ends_all() -> None:
-    pairs, heard = Pairs(1), Heard()
-    ranks = RankSet(pairs, heard)
+def test_unreadable_message_loses_the_ranks() -> None:
+    pairs, listener = Pairs(1), Listener()
+    ranks = RankSet(pairs, listener)
     pairs.theirs[0].socket.sendall(b"\1\0\0\0\xc1")
-    assert "a message that is not quire's" in str(heard.losses.get(timeout=WAIT_S))
+    assert "a message that is not quire's" in str(listener.losses.get(timeout=WAIT_S))
     ranks.close()

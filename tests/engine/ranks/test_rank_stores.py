@@ -1,4 +1,4 @@
-"""Stores with ranks: each rank moves its parts, and a block is there only if all parts are."""
+"""Stores with ranks: each rank moves its own parts, and a block is found only if all parts are."""
 
 import shutil
 import threading
@@ -57,7 +57,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 # ---- answers ---------------------------------------------------------------------------------
 
 
-def test_a_block_is_found_only_if_all_ranks_have_their_part() -> None:
+def test_block_is_found_only_if_all_ranks_have_their_part() -> None:
     parts = [LookedUp(0, "r", [True, True], 7), LookedUp(0, "r", [True, False], 7)]
     assert combine(parts, 1) == LookedUp(0, "r", [True, False], 7)
     removed = [Removed(1, 3, [False]), Removed(1, 3, [True])]
@@ -65,7 +65,7 @@ def test_a_block_is_found_only_if_all_ranks_have_their_part() -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "duration_s"), [(1, 4.0), (2, 2.0)])
-def test_the_rate_is_that_of_one_ranks_parts(num_stages: int, duration_s: float) -> None:
+def test_transfer_rate_counts_the_parts_of_one_rank(num_stages: int, duration_s: float) -> None:
     """Two ranks of one stage move 100 bytes each, and so do two stages of one rank."""
     parts = [Fetched(0, 5, [True], 100, 1.0), Fetched(0, 5, [True], 100, 3.0)]
     assert combine(parts, num_stages) == Fetched(0, 5, [True], 200, duration_s)
@@ -82,7 +82,8 @@ class EarlyMemory(Memory):
 
 
 class Ranks:
-    """Two ranks with a directory, whose messages pass the codecs. loss: set when they are lost."""
+    """Two ranks with a directory, connected through the codecs. loss: set when the ranks are
+    lost."""
 
     def __init__(self, directory: Path) -> None:
         self.memories = [EarlyMemory(), EarlyMemory()]
@@ -131,17 +132,17 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def fill(ranks: Ranks, *numbers: int) -> None:
-    """Rank r has other bytes than rank 0 in the same block."""
+    """Write blocks whose bytes differ between the ranks."""
     for rank, memory in enumerate(ranks.memories):
         memory.blocks |= {(0, i): contents(10 * rank + i) for i in numbers}
 
 
 def folders(directory: Path) -> list[Path]:
-    """The directories of the two fingerprints."""
+    """Return the directories of the two fingerprints."""
     return sorted(path for path in (directory / "quire-kv-1").iterdir() if path.name != "tmp")
 
 
-def test_each_rank_keeps_and_fetches_its_own_bytes(ranks: Ranks, tmp_path: Path) -> None:
+def test_each_rank_stores_and_fetches_its_own_bytes(ranks: Ranks, tmp_path: Path) -> None:
     fill(ranks, 1, 2)
     kept = ranks.answer(keep(1, 2))
     assert isinstance(kept, Kept) and kept.ok == [True, True] and kept.num_bytes == 4000
@@ -156,7 +157,7 @@ def test_each_rank_keeps_and_fetches_its_own_bytes(ranks: Ranks, tmp_path: Path)
     assert ranks.memories[1].blocks == {(0, i): contents(10 + i) for i in (1, 2)}
 
 
-def test_a_block_without_one_part_is_a_miss(ranks: Ranks, tmp_path: Path) -> None:
+def test_block_with_a_missing_part_is_a_miss(ranks: Ranks, tmp_path: Path) -> None:
     fill(ranks, 1, 2)
     ranks.answer(keep(1, 2))
     shutil.rmtree(folders(tmp_path)[1])
@@ -165,7 +166,7 @@ def test_a_block_without_one_part_is_a_miss(ranks: Ranks, tmp_path: Path) -> Non
     fetched = ranks.answer(fetch(1, 2))
     assert isinstance(fetched, Fetched) and fetched.ok == [False, False]
     kept = ranks.answer(keep(1))
-    assert isinstance(kept, Kept) and kept.ok == [True], "only the missing part is written"
+    assert isinstance(kept, Kept) and kept.ok == [True], "the missing part was not written"
     assert kept.num_bytes == 1000
 
 
@@ -178,7 +179,7 @@ def test_parts_are_removed_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.kv"))
 
 
-def test_orders_are_carried_out_before_the_end(ranks: Ranks, tmp_path: Path) -> None:
+def test_close_completes_the_submitted_orders(ranks: Ranks, tmp_path: Path) -> None:
     fill(ranks, *range(8))
     ranks.stores.submit([keep(*range(8))])
     ranks.stores.close(PATIENCE_S, FakeClock())
@@ -186,7 +187,7 @@ def test_orders_are_carried_out_before_the_end(ranks: Ranks, tmp_path: Path) -> 
     assert ranks.stores.has_answers
 
 
-def test_nobody_waits_for_lost_ranks(ranks: Ranks) -> None:
+def test_lost_ranks_raise_instead_of_waiting(ranks: Ranks) -> None:
     ranks.loss = RankLost("rank 1 has ended")
     ranks.stores.close(1e6, FakeClock())
     with pytest.raises(RankLost):
@@ -196,7 +197,7 @@ def test_nobody_waits_for_lost_ranks(ranks: Ranks) -> None:
 
 
 class LostLink:
-    """Link to a rank that ends when it gets an order."""
+    """A link to a rank that ends when it gets an order."""
 
     def __init__(self) -> None:
         self.loss: RankLost | None = None
@@ -209,7 +210,7 @@ class LostLink:
             raise self.loss
 
 
-def test_an_engine_whose_rank_is_lost_in_a_look_up_ends() -> None:
+def test_engine_stops_if_a_rank_is_lost_during_a_look_up() -> None:
     """The only request waits for the look-up, so no plan reports the loss."""
     core = StoresLab().core
     stores = PartedStores(LostLink(), 2, 1, core.bell.ring)
@@ -228,7 +229,7 @@ def test_an_engine_whose_rank_is_lost_in_a_look_up_ends() -> None:
     assert isinstance(errors.get(timeout=PATIENCE_S), RankLost)
 
 
-def test_a_rank_lost_while_the_engine_ends_delays_it_no_longer(
+def test_rank_lost_during_close_does_not_delay_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lab = StoresLab()
@@ -244,7 +245,7 @@ def test_a_rank_lost_while_the_engine_ends_delays_it_no_longer(
 
 
 def store_thread(sent: "SimpleQueue[FromRank]", error: Exception, directory: Path) -> RankStores:
-    """Stores of a rank whose first answer raises an error."""
+    """Return the stores of a rank whose first answer raises an error."""
 
     def send(message: FromRank) -> None:
         sent.put(message)
@@ -261,8 +262,8 @@ def wait_for_end(rank: RankStores) -> None:
     assert not rank._thread.is_alive()
 
 
-def test_a_rank_that_is_alone_stops_when_nobody_listens(tmp_path: Path) -> None:
-    """Its thread ends without a trace, and later orders are not carried out."""
+def test_rank_stops_quietly_when_the_core_has_disconnected(tmp_path: Path) -> None:
+    """Its thread ends without an error message and ignores later orders."""
     sent: SimpleQueue[FromRank] = SimpleQueue()
     rank = store_thread(sent, CoreDisconnected(), tmp_path)
     rank.put(StoreOrders([look_up(1)]))
@@ -272,8 +273,8 @@ def test_a_rank_that_is_alone_stops_when_nobody_listens(tmp_path: Path) -> None:
     assert sent.empty()
 
 
-def test_the_core_hears_of_stores_that_fail(tmp_path: Path) -> None:
-    """Requests would wait for their answers forever."""
+def test_core_is_notified_of_failing_stores(tmp_path: Path) -> None:
+    """Otherwise requests would wait for the answers forever."""
     sent: SimpleQueue[FromRank] = SimpleQueue()
     rank = store_thread(sent, ValueError("no such block"), tmp_path)
     rank.put(StoreOrders([look_up(1)]))
@@ -283,17 +284,17 @@ def test_the_core_hears_of_stores_that_fail(tmp_path: Path) -> None:
     wait_for_end(rank)
 
 
-# ---- refusals --------------------------------------------------------------------------------
+# ---- rejected settings -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("setting", ["serve://0.0.0.0:7400", "peer://10.0.0.2:7400"])
-def test_stores_of_one_process_are_refused(setting: str) -> None:
+def test_stores_of_a_single_process_are_rejected(setting: str) -> None:
     with pytest.raises(ConfigError, match=r"host memory of one process.*use dir:PATH"):
         check_stores(CacheConfig(kv_store=(setting,)))
     check_stores(CacheConfig(kv_store=("dir:/tmp/x", "shm:x", "redis://here:6379")))
 
 
-def test_a_backend_without_shared_blocks_is_refused() -> None:
+def test_backend_without_shared_blocks_is_rejected() -> None:
     ignore: Callable[[FromRank], None] = lambda message: None  # noqa: E731
     with pytest.raises(ConfigError, match="the attention backend 'other' does not share"):
         open_part(CacheConfig(kv_disk_dir="/tmp/x"), bytes(32), None, "'other'", ignore)
@@ -307,7 +308,7 @@ def test_a_backend_without_shared_blocks_is_refused() -> None:
 def run(
     directory: Path | None, architecture: str = "llama", **settings: Any
 ) -> tuple[list[list[int]], list[int]]:
-    """Answers of an engine of its own to prompts one after the other, and their cached tokens."""
+    """Serve the prompts one after the other in a new engine; return outputs and cached tokens."""
     model = text_checkpoint(architecture)
     few = {
         "kv_cache_memory_bytes": pool_bytes(model, 20, 4, 4),
@@ -331,8 +332,8 @@ STAGES = {"pipeline_parallel_size": 2}
 NOTHING, ALL = [0] * 3, [36] * 3
 
 
-def test_engines_of_the_same_ranks_find_blocks_in_a_directory(tmp_path: Path) -> None:
-    """Engines with another division of the model find none, and leave none for these."""
+def test_only_engines_with_the_same_ranks_share_stored_blocks(tmp_path: Path) -> None:
+    """Engines with another division of the model have no hits in each other's blocks."""
     wanted = run(None)[0]
     assert run(tmp_path, **TWO) == (wanted, NOTHING)
     assert run(tmp_path, **TWO) == (wanted, ALL)
@@ -347,7 +348,7 @@ def test_engines_of_the_same_ranks_find_blocks_in_a_directory(tmp_path: Path) ->
         pytest.param({"kv_eager": True} | TWO, marks=pytest.mark.slow),
     ],
 )
-def test_all_divisions_of_a_model_find_their_blocks(layout: dict[str, Any], tmp_path: Path) -> None:
+def test_each_division_of_a_model_finds_its_blocks(layout: dict[str, Any], tmp_path: Path) -> None:
     wanted = run(None)[0]
     run(tmp_path, **TWO)
     others = [] if "kv_eager" in layout else [NOTHING]
@@ -356,7 +357,7 @@ def test_all_divisions_of_a_model_find_their_blocks(layout: dict[str, Any], tmp_
 
 
 @pytest.mark.slow
-def test_ranks_that_divide_the_tokens_of_a_block_find_their_parts(tmp_path: Path) -> None:
+def test_context_parallel_ranks_find_their_parts(tmp_path: Path) -> None:
     layout = TWO | {"decode_context_parallel_size": 2}
     wanted = run(None, "multi_query")[0]
     for cached in (NOTHING, ALL):

@@ -1,4 +1,4 @@
-"""Ranks that are kept by other processes and connect over a network.
+"""Ranks that node agents run and that connect over a network.
 
 Covers `engine/ranks/remote.py`, `engine/ranks/node_agent.py`, `engine/ranks/launch.py`.
 """
@@ -23,14 +23,14 @@ from tests.support.engine.scenarios import COMMON, alone, answers_of
 from tests.support.models.reference_checkpoints import checkpoint, text_checkpoint
 from tests.support.processes.servers import children_of, is_running, kill, wait_until
 
-SOON_S = 8.0  # a keeper is silent for two seconds; the rest is for a busy machine
+SOON_S = 8.0  # two seconds without a heartbeat; the rest is for a busy machine
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 Starters = list[LocalStarter]
 
 
 @pytest.fixture
 def starters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starters]:
-    """Ranks of engines of several have keepers; these are who has started them."""
+    """Run the ranks of multi-rank engines under node agents; yield the starters of the agents."""
     made: Starters = []
 
     def start(config: EngineConfig) -> Ranks | None:
@@ -46,7 +46,7 @@ def starters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starters]:
 
 
 def ranks_of(starter: LocalStarter) -> list[int]:
-    """The process of each keeper's rank."""
+    """Return the rank process of each node agent."""
     found = [children_of(process.pid) for process in starter.processes]
     return [pid for each in found for pid, command in each.items() if "rank_main" in command]
 
@@ -55,26 +55,26 @@ def config(**settings: Any) -> EngineConfig:
     return config_from_flat(model=str(checkpoint("llama")), **(COMMON | TWO | settings))
 
 
-def test_a_machine_that_ends_is_missed_and_all_go(starters: Starters) -> None:
+def test_lost_machine_is_detected_and_all_ranks_end(starters: Starters) -> None:
     with LLM(str(checkpoint("llama")), **COMMON, **TWO) as llm:
         [starter] = starters
         ranks, core = ranks_of(starter), llm.engine.client.core
         assert len(ranks) == 2
-        starter.processes[1].kill()  # and the kernel kills its rank
+        starter.processes[1].kill()  # the kernel then kills its rank
         began = time.monotonic()
-        wait_until(lambda: core.rest_s() == 0.0, "it is missed", SOON_S)
+        wait_until(lambda: core.rest_s() == 0.0, "the loss is detected", SOON_S)
         with pytest.raises(EngineError, match="node agent or machine has ended"):
             core.step()
         assert time.monotonic() - began < SOON_S
         assert f"rank 1 of 2 (process {ranks[1]} on 127.0.0.1)" in str(core._death)
-        wait_until(lambda: not any(map(is_running, ranks)), "all ranks have gone")
+        wait_until(lambda: not any(map(is_running, ranks)), "all ranks have ended")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [(2, 1), (1, 2), (2, 2)], ids=lambda sizes: "tensor {} stages {}".format(*sizes)
 )
-def test_all_answers_are_those_of_one_process(starters: Starters, sizes: tuple[int, int]) -> None:
+def test_outputs_match_a_single_process(starters: Starters, sizes: tuple[int, int]) -> None:
     tensor, stages = sizes
     found = answers_of(
         text_checkpoint("llama"), 120, tensor_parallel_size=tensor, pipeline_parallel_size=stages
@@ -87,44 +87,44 @@ def test_all_answers_are_those_of_one_process(starters: Starters, sizes: tuple[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("is_keeper", "number", "said"),
+    ("is_agent", "number", "message"),
     [
         (False, signal.SIGKILL, r"has ended \(signal 9\)"),
         (False, signal.SIGSTOP, "was stopped"),
         (True, signal.SIGSTOP, "its node agent sent no heartbeat for 2 s"),
     ],
 )
-def test_ranks_and_keepers_that_end_or_stand_still(
-    starters: Starters, is_keeper: bool, number: signal.Signals, said: str
+def test_ended_or_stopped_ranks_and_agents_are_detected(
+    starters: Starters, is_agent: bool, number: signal.Signals, message: str
 ) -> None:
     with LLM(str(checkpoint("llama")), **COMMON, **TWO) as llm:
         [starter] = starters
         ranks, core = ranks_of(starter), llm.engine.client.core
-        kill(starter.processes[0].pid if is_keeper else ranks[0], number)
+        kill(starter.processes[0].pid if is_agent else ranks[0], number)
         began = time.monotonic()
-        wait_until(lambda: core.rest_s() == 0.0, "it is missed", SOON_S)
+        wait_until(lambda: core.rest_s() == 0.0, "the loss is detected", SOON_S)
         assert time.monotonic() - began < SOON_S
-        with pytest.raises(EngineError, match=said):
+        with pytest.raises(EngineError, match=message):
             core.step()
-    wait_until(lambda: not any(map(is_running, ranks)), "all ranks have gone")
+    wait_until(lambda: not any(map(is_running, ranks)), "all ranks have ended")
 
 
-def test_what_does_not_come_is_named() -> None:
+def test_missing_rank_is_named() -> None:
     made = config()
     starter = LocalStarter(made, wait_s=3.0, absent=1)
     ranks = Ranks(made, starter)
-    said = r"rank 1 of 2 did not connect to 127\.0\.0\.1:\d+ within 3 s"
-    with pytest.raises(EngineError, match=said):
+    message = r"rank 1 of 2 did not connect to 127\.0\.0\.1:\d+ within 3 s"
+    with pytest.raises(EngineError, match=message):
         ranks.load(made, resolve_model(made.model.model), None)
     assert starter.processes[0].poll() is not None
 
 
-def test_what_the_starter_meets_with_is_raised_as_it_is() -> None:
-    class Hopeless(LocalStarter):
+def test_errors_of_the_starter_are_raised_unchanged() -> None:
+    class CannotHost(LocalStarter):
         def host(self) -> str:
             raise ConfigError("there is no room")
 
-    class Ends(LocalStarter):
+    class FailsLater(LocalStarter):
         def start(self, *_: Any) -> None:
             self._end.send(b"x")
 
@@ -132,11 +132,11 @@ def test_what_the_starter_meets_with_is_raised_as_it_is() -> None:
             raise EngineError("all has ended")
 
     made = config()
-    for kind, error, said in (
-        (Hopeless, ConfigError, "there is no room"),
-        (Ends, EngineError, "all has ended"),
+    for kind, error, message in (
+        (CannotHost, ConfigError, "there is no room"),
+        (FailsLater, EngineError, "all has ended"),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             Ranks(made, kind(made)).load(made, resolve_model(made.model.model), None)
 
 
@@ -149,9 +149,9 @@ keeper.wait()
 """
 
 
-def test_a_keeper_ends_with_what_has_started_it_and_with_the_core() -> None:
+def test_node_agent_ends_with_its_node_and_with_the_core() -> None:
     class Nodes(LocalStarter):
-        """Keepers are grandchildren."""
+        """Node agents are grandchildren of this process."""
 
         def start(self, core: Any, secret: bytes) -> None:
             command = [sys.executable, "-c", NODE, core.host, str(core.port), "0", "False"]
@@ -161,21 +161,21 @@ def test_a_keeper_ends_with_what_has_started_it_and_with_the_core() -> None:
             process.stdin.write(secret.hex() + "\n")
             process.stdin.close()
             self.processes.append(process)
-            self.keeper_pid = int(process.stdout.readline())
+            self.agent_pid = int(process.stdout.readline())
 
     made = config(tensor_parallel_size=1, distributed_executor_backend="mp")
     starter = Nodes(made)
     ranks = Ranks(made, starter)
-    assert ranks._processes.shares()[0][0] == 1  # it has come
+    assert ranks._processes.shares()[0][0] == 1  # the rank has connected
     starter.processes[0].kill()
     with pytest.raises(RankLost, match="has lost its node"):
         ranks.load(made, resolve_model(made.model.model), None)
-    wait_until(lambda: not is_running(starter.keeper_pid), "the keeper has ended")
+    wait_until(lambda: not is_running(starter.agent_pid), "the node agent has ended")
 
     ranks = Ranks(made, starter := Nodes(made))
     ranks._processes.shares()
     ranks.close()
-    wait_until(lambda: not is_running(starter.keeper_pid), "the keeper has ended")
+    wait_until(lambda: not is_running(starter.agent_pid), "the node agent has ended")
     for pipe in (each.stdout for each in starter.processes):
         assert pipe is not None
         pipe.close()

@@ -1,4 +1,4 @@
-"""The core's store for ranks that meet over a network, and torch's use of it.
+"""The core's store for ranks that rendezvous over a network, and torch's use of it.
 
 Covers `engine/ranks/rendezvous.py`, `engine/ranks/core_store.py`.
 """
@@ -20,7 +20,7 @@ from quire.ops.collectives.torch_group import gloo_group
 
 
 class Core:
-    """Answers the stores of several ranks."""
+    """Serves the stores of several ranks."""
 
     def __init__(self) -> None:
         self.table = RendezvousTable()
@@ -52,7 +52,7 @@ def core() -> Iterator[Core]:
     core.close()
 
 
-def test_what_one_sets_others_of_its_group_find(core: Core) -> None:
+def test_values_are_visible_within_a_group_only(core: Core) -> None:
     one, two, other = (CoreStore(core.connect(), name) for name in ("a", "a", "b"))
     one.set("x", b"\0\1")
     assert two.get("x") == b"\0\1" and not other.check(["x"])
@@ -66,14 +66,14 @@ def test_what_one_sets_others_of_its_group_find(core: Core) -> None:
         one.wait(["never"], timedelta(seconds=0.05))
 
 
-def test_a_core_that_is_gone_is_an_error(core: Core) -> None:
+def test_lost_core_raises_an_error(core: Core) -> None:
     store = CoreStore(core.connect(), "a")
     core.close()
     with pytest.raises(RuntimeError, match="the connection to the core ended"):
         store.set("x", "y")
 
 
-def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_calls_and_too_many_entries_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     table = RendezvousTable()
     for call in (StoreCall("run", ["x"]), StoreCall("get"), StoreCall("set", ["x", "y"])):
         with pytest.raises(ValueError):
@@ -85,7 +85,7 @@ def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         table.answer(StoreCall("set", ["y"], b"1"))
 
 
-def test_gloo_meets_by_it(core: Core) -> None:
+def test_gloo_group_uses_the_store_as_rendezvous(core: Core) -> None:
     def run(rank: int) -> list[float]:
         group = gloo_group(CoreStore(core.connect(), "stage 0"), rank, 3, timeout_s=30)
         sums = [group.all_reduce(torch.full((2,), rank + 1.0)) for _ in range(3)]

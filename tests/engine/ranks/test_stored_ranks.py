@@ -1,7 +1,7 @@
-"""Ranks with integer weights, keys and values, with chunked prompts, and recorded. They give the
-tokens of one process, and plans that replay.
+"""Ranks with integer weights, keys and values, and chunked prompts match one process, and their
+recordings replay.
 
-Each rank has whole groups of 32 inputs, so that all round equally.
+Each rank has whole groups of 32 inputs, so that rounding is identical on all ranks.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not buil
 TWO = {"tensor_parallel_size": 2}
 STAGES = {"pipeline_parallel_size": 2}
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-ASKED = [GREEDY, SamplingParams(max_tokens=16, seed=3, ignore_eos=True)]
+PARAMS = [GREEDY, SamplingParams(max_tokens=16, seed=3, ignore_eos=True)]
 INT8 = {"dtype": "float32", "kv_cache_dtype": "int8"}
 KINDS: dict[str, dict[str, Any]] = {
     "gptq": INT8,
@@ -44,7 +44,8 @@ def model(kind: str) -> Path:
 
 
 def in_pieces(llm: LLM) -> list[int]:
-    """The tokens behind a prompt that comes in three pieces, each when the one before is in."""
+    """Return the tokens after an open prompt of three pieces, each sent when the previous one is
+    computed."""
     client, scheduler = llm.engine.client, llm.engine.client.core.scheduler
     made = llm.engine.requests.make(RenderedPrompt(WORDS[:5]), GREEDY)
     request = msgspec.structs.replace(made, is_open=True)
@@ -61,14 +62,14 @@ def in_pieces(llm: LLM) -> list[int]:
 
 def served(kind: str, **settings: Any) -> list[list[int]]:
     with LLM(str(model(kind)), **(COMMON | KINDS[kind] | settings)) as llm:
-        outputs = llm.generate([WORDS, WORDS[3:] * 2], ASKED, use_tqdm=False)
+        outputs = llm.generate([WORDS, WORDS[3:] * 2], PARAMS, use_tqdm=False)
         found = [list(output.outputs[0].token_ids) for output in outputs]
         llm.reset_prefix_cache()
         return [*found, in_pieces(llm)]
 
 
 @cache
-def by_one(kind: str) -> list[list[int]]:
+def by_one_process(kind: str) -> list[list[int]]:
     found = served(kind)
     assert found[2] == found[0]
     return found
@@ -83,7 +84,7 @@ def by_one(kind: str) -> list[list[int]]:
         pytest.param("hybrid", STAGES, marks=pytest.mark.slow),
     ],
 )
-def test_integers_pieces_and_recordings(
+def test_quantised_ranks_match_one_process_and_replay(
     kind: str,
     ranks: dict[str, Any],
     tmp_path: Path,
@@ -92,7 +93,7 @@ def test_integers_pieces_and_recordings(
 ) -> None:
     record = tmp_path / "run"
     found = served(kind, **ranks, record=str(record), record_tokens=True)
-    assert found == by_one(kind)
+    assert found == by_one_process(kind)
     with_model = ["--with-model"] if kind == "gptq" else []
     assert main(["replay", str(record), *with_model]) == 0
     assert "3 requests: all plans identical" in capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""A changed recording is never read as whole, wherever the change is. A truncated one is reported
-as truncated."""
+"""A changed recording is never read as whole, wherever the change is. A truncated recording is
+reported as truncated."""
 
 import random
 import zlib
@@ -45,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def bounds(data: bytes) -> list[tuple[int, int]]:
-    """Where each frame begins and ends; the end frame is the last."""
+    """Return the beginning and end of each frame; the end frame is the last."""
     at, found = len(MAGIC), []
     while at < len(data):
         length = HEAD.unpack_from(data, at)[0]
@@ -57,19 +57,20 @@ def bounds(data: bytes) -> list[tuple[int, int]]:
 
 def state_of(data: bytes) -> State:
     frames = read_frames(data)
-    assert frames is not None, "it is not even taken for a recording"
+    assert frames is not None, "the data is not recognized as a recording"
     assert (frames.state is State.WHOLE) == (not frames.problem)
     return frames.state
 
 
-def test_the_whole_one_is_whole(whole: bytes, tmp_path: Path) -> None:
+def test_unchanged_recording_is_whole(whole: bytes, tmp_path: Path) -> None:
     frames = read_frames(whole)
     assert frames is not None and (frames.state, frames.problem) == (State.WHOLE, "")
     assert len(frames.bodies) == len(bounds(whole)) - 1 > 20
 
 
-def test_any_bit_that_is_turned_round(whole: bytes) -> None:
-    """In MAGIC, in each byte of each head, of the end, and in some of each body."""
+def test_any_flipped_bit_is_damage(whole: bytes) -> None:
+    """Flip bits in MAGIC, in each byte of each frame head and of the end, and in some of each
+    body."""
     rng = random.Random(1)
     places = set(range(len(MAGIC)))
     for start, end in bounds(whole):
@@ -97,7 +98,7 @@ CHANGES: dict[str, Callable[[bytes, int, int, random.Random], bytes]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_damage_at_each_frame(whole: bytes, change: str) -> None:
+def test_changes_at_each_frame_are_damage(whole: bytes, change: str) -> None:
     rng, num = random.Random(2), 0
     *frames, end = bounds(whole)
     for begin, after in frames:
@@ -109,42 +110,42 @@ def test_damage_at_each_frame(whole: bytes, change: str) -> None:
     assert num >= len(frames) - 1
     for name in ("a byte put in", "bytes written over", "the frame twice"):
         assert state_of(CHANGES[name](whole, *end, rng)) is State.DAMAGED
-    for i in range(12):  # of the last byte of the end, one cannot know
+    for i in range(12):  # a missing last byte looks like truncation
         data = whole[: end[0] + i] + whole[end[0] + i + 1 :]
         assert state_of(data) is State.DAMAGED, i
 
 
-def test_frames_that_change_places(whole: bytes) -> None:
+def test_swapped_frames_are_damage(whole: bytes) -> None:
     *frames, _ = bounds(whole)
     for (a, b), (_, c) in zip(frames, frames[1:], strict=False):
         assert state_of(whole[:a] + whole[b:c] + whole[a:b] + whole[c:]) is State.DAMAGED
     lengths = {}
-    for a, b in frames[2:]:  # two of the same length far from each other
+    for a, b in frames[2:]:  # two frames of the same length far from each other
         c, d = lengths.setdefault(b - a, (a, b))
         if c != a and whole[a:b] != whole[c:d]:
             data = whole[:c] + whole[a:b] + whole[d:a] + whole[c:d] + whole[b:]
             assert len(data) == len(whole) and state_of(data) is State.DAMAGED
 
 
-def test_frames_that_were_numbered_anew(whole: bytes) -> None:
-    """A frame with a head that is right by itself still does not fit the sum of those before it."""
+def test_renumbered_frames_are_damage(whole: bytes) -> None:
+    """A frame whose own head is right still does not match the checksum of the frames before it."""
     found = read_frames(whole)
     assert found is not None
-    for left_out in range(len(found.bodies) - 1):
+    for omitted in range(len(found.bodies) - 1):
         forged, honest, data = FrameEncoder(), FrameEncoder(), MAGIC
         for number, body in enumerate(found.bodies):
             frame = honest.frame(body)
-            if number == left_out:
+            if number == omitted:
                 continue
             head = forged.frame(body)[:HEAD_BYTES]
             length, place, _ = HEAD.unpack_from(head)
             sums = HEAD.pack(length, place, honest.crc)
             data += sums + SUM.pack(zlib.crc32(sums)) + frame[HEAD_BYTES:]
-        assert state_of(data) is State.DAMAGED, left_out
+        assert state_of(data) is State.DAMAGED, omitted
 
 
-def test_cut_off_anywhere_is_no_damage(whole: bytes) -> None:
-    """As after kill -9, or on a full disk: also between two frames, where nothing looks torn."""
+def test_truncated_recording_is_cut_not_damaged(whole: bytes) -> None:
+    """This happens after kill -9 or on a full disk. A cut between two frames tears none of them."""
     for begin, end in bounds(whole):
         for at in {begin, begin + 1, begin + 5, begin + HEAD_BYTES, (begin + end) // 2, end - 1}:
             if at < len(whole):
@@ -153,7 +154,9 @@ def test_cut_off_anywhere_is_no_damage(whole: bytes) -> None:
         assert state_of(whole[:at]) is State.CUT
 
 
-def test_what_stands_is_replayed_and_the_rest_is_told(whole: bytes, tmp_path: Path) -> None:
+def test_readable_frames_are_replayed_and_the_fault_is_reported(
+    whole: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "segment-000001.rec"
     path.write_bytes(whole)
     everything = replayed(path)
@@ -177,8 +180,7 @@ def test_what_stands_is_replayed_and_the_rest_is_told(whole: bytes, tmp_path: Pa
     assert "is cut off" in found[State.CUT].notes[0] and "has no end" in found[State.CUT].notes[0]
 
 
-def test_content_that_makes_no_sense_is_damage_too(whole: bytes, tmp_path: Path) -> None:
-    """With sums that are right: somebody wrote it so."""
+def test_invalid_content_with_valid_checksums_is_damage(whole: bytes, tmp_path: Path) -> None:
     frames = read_frames(whole)
     assert frames is not None
     for bodies in (
@@ -193,7 +195,7 @@ def test_content_that_makes_no_sense_is_damage_too(whole: bytes, tmp_path: Path)
         assert replayed(path).state is State.DAMAGED
 
 
-def test_a_damaged_beginning_leaves_nothing_to_read(whole: bytes, tmp_path: Path) -> None:
+def test_damaged_first_frame_makes_a_segment_unreadable(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "segment-000001.rec"
     for at in (3, len(MAGIC) + 20, bounds(whole)[1][0] + 20):
         data = bytearray(whole)
@@ -204,7 +206,7 @@ def test_a_damaged_beginning_leaves_nothing_to_read(whole: bytes, tmp_path: Path
         assert replayed(path).num_calls == 0
 
 
-def test_other_formats_are_refused(whole: bytes, tmp_path: Path) -> None:
+def test_other_formats_are_rejected(whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "segment-000001.rec"
     for data, number in (
         (FIRST_FORMAT + b"\x00" * 99, 1),
@@ -222,7 +224,7 @@ def test_other_formats_are_refused(whole: bytes, tmp_path: Path) -> None:
 
 @pytest.fixture
 def segments(tmp_path: Path) -> Path:
-    """Four that go on from each other, and one of a later run."""
+    """Four segments of one run, each continuing the one before, and one segment of a later run."""
     for name in ("first", "second"):
         made = Run(tmp_path / "run")
         for i in range(4 if name == "first" else 1):
@@ -239,9 +241,9 @@ def segments(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_segment_that_is_missing_or_in_the_wrong_place(segments: Path) -> None:
+def test_missing_or_swapped_middle_segments_are_damage(segments: Path) -> None:
     first, second, third, fourth, fifth = segment_paths(segments)
-    first.unlink()  # as the engine does itself
+    first.unlink()  # as the engine deletes old segments
     assert replayed(segments).state is State.WHOLE
     third.rename(segments / "kept")
     outcome = replayed(segments)
@@ -255,7 +257,7 @@ def test_a_segment_that_is_missing_or_in_the_wrong_place(segments: Path) -> None
     assert replayed(segments).state is State.DAMAGED
 
 
-def test_a_last_segment_that_is_missing(segments: Path) -> None:
+def test_missing_last_segment_is_a_cut(segments: Path) -> None:
     *_, fourth, fifth = segment_paths(segments)
     fourth.unlink()
     outcome = replayed(segments)
@@ -266,7 +268,7 @@ def test_a_last_segment_that_is_missing(segments: Path) -> None:
     assert replayed(segments).state is State.CUT
 
 
-def test_after_damage_the_next_segment_is_read_by_itself(segments: Path) -> None:
+def test_segment_after_a_damaged_one_is_still_read(segments: Path) -> None:
     second = segment_paths(segments)[1]
     before = replayed(segments)
     data = bytearray(second.read_bytes())
@@ -275,7 +277,7 @@ def test_after_damage_the_next_segment_is_read_by_itself(segments: Path) -> None
     outcome = replayed(segments)
     assert outcome.state is State.DAMAGED and len(outcome.notes) == 1
     assert outcome.num_segments == 5 and outcome.num_calls < before.num_calls
-    second.write_bytes(data[:20])  # not even its header
+    second.write_bytes(data[:20])  # cut within the header
     outcome = replayed(segments)
     assert outcome.state is State.CUT and outcome.num_segments == 5
 
@@ -284,14 +286,14 @@ def test_after_damage_the_next_segment_is_read_by_itself(segments: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["replay", "explain", "trace"])
-def test_every_command_ends_with_a_status_that_tells(
+def test_exit_status_of_each_command_shows_the_state(
     name: str, whole: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog
 ) -> None:
     path = tmp_path / "segment-000001.rec"
     words = [name, str(path), *(["--output", str(tmp_path / "t")] if name == "trace" else [])]
     begin, end = bounds(whole)[-6]
     broken = whole[: end - 1] + bytes([whole[end - 1] ^ 1]) + whole[end:]
-    for state, data, told in (
+    for state, data, message in (
         (State.WHOLE, whole, ""),
         (State.CUT, whole[:begin], "is cut off"),
         (State.CUT, whole[:30], "is cut off"),
@@ -301,7 +303,7 @@ def test_every_command_ends_with_a_status_that_tells(
         path.write_bytes(data)
         caplog.clear()
         assert command(capsys, *words)[0] == STATUS[state]
-        assert told in caplog.text and bool(told) == bool(caplog.text)
+        assert message in caplog.text and bool(message) == bool(caplog.text)
     assert [STATUS[state] for state in State] == [0, 4, 3]
     if name == "explain":
         path.write_bytes(whole[:30])

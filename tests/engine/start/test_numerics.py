@@ -1,4 +1,5 @@
-"""The parts of an engine's numerics: what changes bits changes its part, and no other one."""
+"""The parts of an engine's numerics: each change that affects bits changes its part and no other
+one."""
 
 import dataclasses
 import json
@@ -37,7 +38,7 @@ def name(built: BuiltRunner, **changes: Any) -> str:
     return str(fingerprint(parts | {"weights": "the same"}))
 
 
-def test_each_change_shows_in_its_part(built: BuiltRunner) -> None:
+def test_each_change_affects_its_own_part(built: BuiltRunner) -> None:
     spec = dataclasses.replace(built.spec, vocab_size=built.spec.vocab_size + 1)
     int8 = dataclasses.replace(built.config.model, quantization="int8")
     cache = dataclasses.replace(built.config.cache, kv_cache_dtype="int8")
@@ -53,10 +54,10 @@ def test_each_change_shows_in_its_part(built: BuiltRunner) -> None:
     assert "formats" in differing_parts(name(built), found)
 
 
-def test_without_the_core_bits_depend_on_the_batch(
+def test_numerics_depend_on_the_batch_without_the_native_core(
     built: BuiltRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch computes then, by its own choice of instruction set."""
+    """Torch computes then, and chooses the instruction set."""
     for module in (numerics, formats):
         monkeypatch.setattr(module, "core", lambda: None)
     found = numerics_of(built, resolve_model(str(checkpoint("llama"))))["device"]
@@ -64,20 +65,22 @@ def test_without_the_core_bits_depend_on_the_batch(
     assert f"cpu: torch {torch.backends.cpu.get_cpu_capability()}, " in found
 
 
-def test_ranks_that_share_a_context_change_the_device(built: BuiltRunner) -> None:
+def test_context_parallelism_changes_the_device_part(built: BuiltRunner) -> None:
     two = dataclasses.replace(built.config.parallel, tensor_parallel_size=2)
     shared = dataclasses.replace(two, decode_context_parallel_size=2)
     one, other = (dataclasses.replace(built.config, parallel=each) for each in (two, shared))
     assert differing_parts(name(built, config=one), name(built, config=other)) == ["device"]
 
 
-def test_what_changes_no_bits_changes_nothing(built: BuiltRunner) -> None:
+def test_settings_that_change_no_bits_keep_the_fingerprint(built: BuiltRunner) -> None:
     scheduler = dataclasses.replace(built.config.scheduler, max_num_seqs=3)
     assert name(built, config=dataclasses.replace(built.config, scheduler=scheduler)) == name(built)
 
 
 @pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")
-def test_only_used_instruction_sets_count(built: BuiltRunner, tmp_path: Path) -> None:
+def test_only_used_instruction_sets_change_the_device_part(
+    built: BuiltRunner, tmp_path: Path
+) -> None:
     found = []
     with own_figures(tmp_path):
         for faster in ({}, {"float32": variants()[0]}, {"int8": variants()[0]}):
@@ -86,8 +89,8 @@ def test_only_used_instruction_sets_count(built: BuiltRunner, tmp_path: Path) ->
     assert found[0] == found[2] and differing_parts(found[0], found[1]) == ["device"]
 
 
-def test_a_digest_of_weights_reads_their_contents(tmp_path: Path) -> None:
-    """Not the names, times or places of files."""
+def test_weights_digest_depends_on_file_contents(tmp_path: Path) -> None:
+    """File names, times and paths do not matter."""
     one, two = checkpoint("qwen3"), changed("qwen3", 1)
     moved = Path(shutil.copytree(one, tmp_path / "moved"))
     digest = weights_digest(one, "auto", 0)
@@ -100,8 +103,8 @@ def test_a_digest_of_weights_reads_their_contents(tmp_path: Path) -> None:
     assert weights_digest(one, "dummy", 0) != weights_digest(one, "dummy", 1)
 
 
-def test_the_text_part_reads_files_and_settings(built: BuiltRunner, tmp_path: Path) -> None:
-    """Not their place, and not the weights."""
+def test_text_digest_depends_on_files_and_settings(built: BuiltRunner, tmp_path: Path) -> None:
+    """Paths and weights do not matter."""
     one = Path(shutil.copytree(checkpoint("llama"), tmp_path / "one"))
     other = Path(shutil.copytree(one, tmp_path / "other"))
     model = built.config.model
@@ -123,8 +126,10 @@ def test_the_text_part_reads_files_and_settings(built: BuiltRunner, tmp_path: Pa
     assert len(found) == 6
 
 
-def test_files_that_no_tokenizer_reads_change_nothing(built: BuiltRunner, tmp_path: Path) -> None:
-    """Broken links, directories and a trainer's data neither change the text part nor break it."""
+def test_files_that_no_tokenizer_reads_keep_the_text_digest(
+    built: BuiltRunner, tmp_path: Path
+) -> None:
+    """Broken links, directories and a trainer's data cause no errors either."""
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     config, source = built.config.model, resolve_model(str(folder))
     plain = text_digest(config, source)
@@ -148,7 +153,7 @@ def test_files_that_no_tokenizer_reads_change_nothing(built: BuiltRunner, tmp_pa
     assert len(found) == 5
 
 
-def test_large_text_files_are_read_in_part(
+def test_large_text_files_are_read_only_in_part(
     built: BuiltRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
@@ -163,7 +168,9 @@ def test_large_text_files_are_read_in_part(
     assert text_digest(config, source) != plain
 
 
-def test_the_file_of_another_tokenizer_counts(built: BuiltRunner, tmp_path: Path) -> None:
+def test_separate_tokenizer_file_changes_the_text_digest(
+    built: BuiltRunner, tmp_path: Path
+) -> None:
     source, found = resolve_model(str(checkpoint("llama"))), set()
     for value in range(2):
         path = tmp_path / str(value) / "tokenizer.gguf"
@@ -174,7 +181,7 @@ def test_the_file_of_another_tokenizer_counts(built: BuiltRunner, tmp_path: Path
     assert len(found) == 2
 
 
-def test_a_model_has_all_parts(built: BuiltRunner) -> None:
+def test_numerics_have_all_parts(built: BuiltRunner) -> None:
     parts = numerics_of(built, resolve_model(str(checkpoint("llama"))))
     assert {*parts, "weights"} == {*PARTS} and parts["formats"].startswith("float32, ")
     assert "equal in any batch" in parts["device"]

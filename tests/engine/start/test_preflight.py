@@ -1,4 +1,4 @@
-"""Errors that settings and config reveal are reported before weights are read.
+"""Errors in settings and in the model's config are reported before weights are read.
 
 Covers `engine/start/preflight.py`.
 """
@@ -24,7 +24,7 @@ CONFIG = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 40,
     "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
-# What is in config.json, and what is said about it; None is no file.
+# Contents of config.json, and the error; None means no file.
 CONFIGS: dict[str, tuple[str | None, str]] = {
     "absent": (None, "has no config.json, so it is not a model"),
     "broken": ('{"a":', "is not valid JSON"),
@@ -38,7 +38,7 @@ CONFIGS: dict[str, tuple[str | None, str]] = {
 
 @pytest.fixture
 def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model whose weights must not be looked at."""
+    """Fail the test if weights are loaded."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("weights are loaded")
@@ -48,7 +48,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_directory_that_is_no_model_is_told_why(name: str, tmp_path: Path) -> None:
+def test_invalid_model_directory_error_gives_the_reason(name: str, tmp_path: Path) -> None:
     text, reason = CONFIGS[name]
     if text is not None:
         (tmp_path / "config.json").write_text(text)
@@ -71,14 +71,16 @@ def test_a_directory_that_is_no_model_is_told_why(name: str, tmp_path: Path) -> 
     ],
 )
 @pytest.mark.usefixtures("unreadable")
-def test_settings_that_cannot_work(settings: dict[str, Any], reason: str) -> None:
+def test_invalid_settings_are_reported_before_loading(
+    settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         build_engine(config_from_flat(**{"model": "demo", **settings}))
 
 
 @pytest.mark.usefixtures("unreadable")
 @pytest.mark.parametrize("name", ["absent", "fine"])
-def test_a_draft_model_that_is_none(name: str, tmp_path: Path) -> None:
+def test_invalid_draft_model_is_reported_before_loading(name: str, tmp_path: Path) -> None:
     text, reason = CONFIGS[name]
     if text is not None:
         (tmp_path / "config.json").write_text(text)
@@ -96,7 +98,9 @@ def test_a_draft_model_that_is_none(name: str, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("unreadable")
-def test_a_gguf_file_that_is_none(data: bytes, reason: str, tmp_path: Path) -> None:
+def test_invalid_gguf_file_is_reported_before_loading(
+    data: bytes, reason: str, tmp_path: Path
+) -> None:
     path = tmp_path / "fake.gguf"
     path.write_bytes(data)
     config = config_from_flat(model=str(path))
@@ -105,19 +109,19 @@ def test_a_gguf_file_that_is_none(data: bytes, reason: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("model", ["demo", "shape:qwen3-0.6b"])
-def test_good_models_pass(model: str) -> None:
+def test_valid_models_pass(model: str) -> None:
     config = config_from_flat(model=model, max_model_len=1024)
     check_before_loading(config, resolve_source(config.model))
 
 
-def test_the_longest_length_is_no_number_of_tokens() -> None:
+def test_max_model_len_of_minus_one_passes() -> None:
     config = config_from_flat(model="demo", max_model_len=-1)
     check_before_loading(config, resolve_source(config.model))
 
 
 @pytest.mark.usefixtures("unreadable")
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_conversation_needs_a_template(
+def test_chat_without_a_template_fails_before_loading(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(resolve_model("demo").directory, tmp_path / "model")
@@ -134,7 +138,7 @@ def test_a_conversation_needs_a_template(
 
 @pytest.mark.usefixtures("unreadable")
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_sampling_options_are_checked_first(
+def test_sampling_options_are_checked_before_loading(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["hello"] if command == "generate" else []
@@ -144,7 +148,7 @@ def test_sampling_options_are_checked_first(
 
 
 @pytest.mark.parametrize("arguments", [("--max-model-len", "1M"), ("--chat-template", "/no")])
-def test_a_server_says_it_before_it_starts_a_process(
+def test_server_reports_errors_before_it_starts_a_process(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
@@ -158,7 +162,7 @@ def test_a_server_says_it_before_it_starts_a_process(
         assert arguments[0].removeprefix("--").replace("-", "_") in err
 
 
-def test_it_needs_no_torch() -> None:
+def test_preflight_does_not_import_torch() -> None:
     code = (
         "import quire.engine.start.preflight, sys;"
         " print({'torch', 'numpy', 'jinja2'} & {*sys.modules})"

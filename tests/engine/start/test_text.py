@@ -1,4 +1,4 @@
-"""The text side of an engine prepares images if the model's files allow it."""
+"""The text side of an engine prepares images if the model's files support it."""
 
 import json
 import logging
@@ -18,19 +18,19 @@ def renderer_of(folder: Path) -> Renderer:
     return build_text_side(ModelConfig(model=str(folder)), source).renderer
 
 
-def test_a_model_with_a_tower_takes_images(tmp_path: Path) -> None:
+def test_model_with_a_vision_tower_accepts_images(tmp_path: Path) -> None:
     media = renderer_of(write_vision_model(tmp_path, "qwen2_5_vl")).media
     assert media is not None and media.placeholders.kinds == ("image", "video")
 
 
-def test_a_model_without_a_tower_takes_none(tmp_path: Path) -> None:
+def test_model_without_a_vision_tower_accepts_no_images(tmp_path: Path) -> None:
     folder = write_vision_model(tmp_path, "gemma3")
     (folder / "config.json").write_text('{"model_type": "gemma3_text"}')
     assert renderer_of(folder).media is None
 
 
 @pytest.mark.parametrize("fault", ["tokens", "settings"])
-def test_unusable_files_leave_texts(
+def test_unusable_image_files_leave_a_text_only_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     folder = write_vision_model(tmp_path, "llava")

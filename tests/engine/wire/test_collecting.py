@@ -1,4 +1,4 @@
-"""Python's collector in the processes of a server, tried in a process of its own."""
+"""Python's garbage collector in the processes of a server, tested in a subprocess."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ def collections():
     return sum(each["collections"] for each in gc.get_stats())
 
 def step():
-    '''As many outputs as a step of 4,096 rows has, all there at once, then freed.'''
+    '''Allocate as many outputs as a step of 4,096 rows has, then free them.'''
     return len([[number] for number in range(20_000)])
 
 before, frozen = gc.get_threshold(), gc.get_freeze_count()
@@ -20,11 +20,11 @@ with collecting_rarely():
     began = collections()
     for _ in range(50):
         step()
-    assert collections() == began, "steps were searched for cycles"
+    assert collections() == began, "the collector ran during steps"
     cycles = [[] for _ in range(2 * YOUNG_OBJECTS)]
     for each in cycles:
         each.append(each)
-    assert collections() > began, "cycles are never looked for"
+    assert collections() > began, "the collector never runs"
 assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 began = collections()
 step()
@@ -33,6 +33,6 @@ print("all of it")
 """
 
 
-def test_steps_are_not_searched_for_cycles() -> None:
+def test_steps_do_not_trigger_garbage_collection() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert done.stdout == "all of it\n", done.stderr

@@ -1,4 +1,4 @@
-"""Lines of the log: text and JSON, with the time, the level and the request; secrets are masked."""
+"""Log lines as text and JSON, with time, level and request; secrets are masked."""
 
 import io
 import json
@@ -31,7 +31,7 @@ STORE = SecretUrl("redis://user:hunter2@cache:6379/0")
 
 
 class Lines:
-    """What a logger writes."""
+    """Captures the output of a logger."""
 
     def __init__(self, kind: str, process: str = "", is_terminal: bool = False) -> None:
         self._stream = io.StringIO()
@@ -56,7 +56,7 @@ def request_id() -> Iterator[str]:
     current_request.reset(token)
 
 
-def test_text() -> None:
+def test_text_lines_have_time_level_process_and_request() -> None:
     lines = Lines(TEXT)
     lines.logger.warning("no room for %d", 3)
     assert re.fullmatch(rf"{TIME} WARNING quire: no room for 3\n", lines.text)
@@ -65,17 +65,17 @@ def test_text() -> None:
     named.logger.error("request b failed", extra={"request_id": "b"})
     first, second = named.text.splitlines()
     assert re.fullmatch(rf"{TIME} ERROR core 1 \[a\]: stopped", first)
-    assert re.fullmatch(rf"{TIME} ERROR core 1: request b failed", second), "the id stands once"
+    assert re.fullmatch(rf"{TIME} ERROR core 1: request b failed", second), "the id is repeated"
 
 
-def test_a_terminal_sees_messages_alone() -> None:
+def test_terminal_lines_have_only_the_message() -> None:
     for process, expected in (("", "ready\n"), ("core 1", "core 1: ready\n")):
         lines = Lines(TEXT, process, is_terminal=True)
         lines.logger.info("ready")
         assert lines.text == expected
 
 
-def test_json() -> None:
+def test_json_lines_have_all_fields() -> None:
     lines = Lines(JSON, "core 1", is_terminal=True)
     lines.logger.info('a "quote"\nand a line', extra={"num_tokens": 3, "sizes": (1, 2)})
     [line] = lines.objects
@@ -87,7 +87,7 @@ def test_json() -> None:
     }  # fmt: skip
 
 
-def test_json_has_the_traceback_in_its_line() -> None:
+def test_json_line_contains_the_traceback() -> None:
     lines = Lines(JSON)
     try:
         raise ValueError("made to fail")
@@ -98,7 +98,7 @@ def test_json_has_the_traceback_in_its_line() -> None:
 
 
 @pytest.mark.parametrize("kind", [TEXT, JSON])
-def test_the_current_request_is_named(kind: str, request_id: str) -> None:
+def test_lines_name_the_current_request(kind: str, request_id: str) -> None:
     lines = Lines(kind)
     lines.logger.info("slow")
     lines.logger.info("slow", extra={"request_id": "other"})
@@ -117,19 +117,19 @@ def test_secrets_are_masked(kind: str) -> None:
     assert "redis://user:***@cache:6379/0" in lines.text
 
 
-def test_the_environment_names_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_sets_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FORMAT_VARIABLE, raising=False)
     choose_format(None)
     assert log_format() == TEXT
-    monkeypatch.setenv(FORMAT_VARIABLE, TEXT)  # which restores it afterwards
+    monkeypatch.setenv(FORMAT_VARIABLE, TEXT)  # so that it is restored afterwards
     choose_format(JSON)
-    assert log_format() == JSON, "child processes inherit it"
+    assert log_format() == JSON, "child processes do not inherit the format"
     monkeypatch.setenv(FORMAT_VARIABLE, "xml")
     with pytest.raises(ConfigError, match="QUIRE_LOG_FORMAT must be text or json, got 'xml'"):
         choose_format(None)
 
 
-def test_errors_that_end_a_process(
+def test_fatal_errors_are_printed_in_the_chosen_format(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FORMAT_VARIABLE, TEXT)
@@ -142,7 +142,7 @@ def test_errors_that_end_a_process(
 
 
 @pytest.mark.parametrize("kind", [TEXT, JSON])
-def test_a_command_logs_its_settings_without_secrets(kind: str) -> None:
+def test_command_logs_its_settings_without_secrets(kind: str) -> None:
     line = f"serve --api-key sesame --log-level debug --log-format {kind} --port 99999 --kv-store"
     command = [sys.executable, "-m", "quire.cli.main", *line.split(), STORE.reveal()]
     done = run_forked(command)
@@ -158,7 +158,7 @@ def test_a_command_logs_its_settings_without_secrets(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("level", "is_shown"), [("info", False), ("debug", True)])
-def test_requests_of_a_download_are_shown_for_debugging_only(level: str, is_shown: bool) -> None:
+def test_download_requests_are_logged_only_at_debug_level(level: str, is_shown: bool) -> None:
     code = (
         "import logging; from quire.engine.wire.logs import begin_logging\n"
         f"begin_logging({level!r})\n"

@@ -1,4 +1,4 @@
-"""The wire: every message arrives as it was sent, however the stream is cut."""
+"""Every message on the wire arrives as it was sent, however the stream is split."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ FROM_CORE = [
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 100_000])
-def test_messages_survive_any_cut(step: int) -> None:
+def test_messages_survive_any_split(step: int) -> None:
     for messages, there, back in (
         (TO_CORE, client_codec(), core_codec()),
         (FROM_CORE, core_codec(), client_codec()),
@@ -61,8 +61,8 @@ def test_messages_survive_any_cut(step: int) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 100_000])
-def test_outputs_survive_any_cut(step: int) -> None:
-    """Both parts: tokens in columns, and what some sequences have to tell beside."""
+def test_outputs_survive_any_split(step: int) -> None:
+    """This covers tokens in columns and detailed updates of single sequences."""
     rows, token_ids = np.array([3, 0], np.int32), np.array([2**31 - 1, 6], np.int32)
     names = [RowName(3, "r1", 0, 16), RowName(0, "r1", 1, 0)]
     broken = Finish("error", error=Failure("step_failed", "no"))
@@ -100,18 +100,18 @@ def test_candidates_keep_bits_and_dtypes() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa5Abort", b"\x81\xa4type\xa6Nobody"]
 )
-def test_other_messages_are_refused(body: bytes) -> None:
+def test_unknown_messages_are_rejected(body: bytes) -> None:
     with pytest.raises(EngineError, match="not quire's"):
         core_codec().decode(body)
 
 
-def test_a_message_for_the_other_direction_is_refused() -> None:
+def test_message_for_the_other_direction_is_rejected() -> None:
     body = client_codec().encode(GetMetrics(1))[LENGTH.size :]
     with pytest.raises(EngineError):
         client_codec().decode(body)
 
 
-def test_parameters_are_validated_where_they_arrive() -> None:
+def test_parameters_are_validated_on_receipt() -> None:
     good = client_codec().encode(TO_CORE[0])[LENGTH.size :]
     forged = good.replace(np.array([0.7], ">f8").tobytes(), np.array([-3.0], ">f8").tobytes())
     assert forged != good
@@ -119,13 +119,13 @@ def test_parameters_are_validated_where_they_arrive() -> None:
         core_codec().decode(forged)
 
 
-def test_an_absurd_length_is_refused() -> None:
+def test_message_above_the_maximum_length_is_rejected() -> None:
     with pytest.raises(EngineError, match="longer than the wire allows"):
         list(Frames().feed(LENGTH.pack(MAX_MESSAGE_BYTES + 1)))
 
 
-def test_a_message_that_is_nested_too_deep() -> None:
-    """msgspec raises RecursionError for it, which is no error of its own."""
+def test_deeply_nested_message_is_rejected() -> None:
+    """msgspec raises RecursionError for it, which is not one of its own errors."""
     deep = b"\x91" * 100_000 + b"\xc0"
     request = b"\x81\xa4type" + deep  # {"type": [[[...]]]}
     for codec in (core_codec(), client_codec()):

@@ -1,9 +1,9 @@
-"""How much of a Ray cluster ranks need."""
+"""The resources of a Ray cluster that ranks request."""
 
 from quire.engine.ranks.ray.room import Room, advice, lack, room_for
 
 
-def test_a_rank_has_a_gpu_or_an_even_part_of_the_cpus() -> None:
+def test_rank_gets_a_gpu_or_an_equal_share_of_the_cpus() -> None:
     cpus = [{"CPU": 8.0}, {"CPU": 8.0, "memory": 1e9}]
     assert room_for(cpus, 2, 1, "auto", None) == Room("CPU", 8, 2)
     assert room_for(cpus, 3, 1, "auto", None) == Room("CPU", 4, 3)
@@ -19,10 +19,10 @@ def test_a_rank_has_a_gpu_or_an_even_part_of_the_cpus() -> None:
     assert Room("GPU", 1, 2).bundles == [{"GPU": 1.0}, {"GPU": 1.0}]
 
 
-def test_an_error_names_what_is_there_and_what_is_asked_for() -> None:
+def test_error_names_available_and_requested_resources() -> None:
     room = Room("CPU", 4, 3)
-    told = lack(room, [{"CPU": 8.0}, {"CPU": 2.5}, {}], [{"CPU": 1.0}])
-    assert told == (
+    message = lack(room, [{"CPU": 8.0}, {"CPU": 2.5}, {}], [{"CPU": 1.0}])
+    assert message == (
         "3 x 4 CPU are requested, and the cluster's 3 nodes have 8 + 2.5 + 0, of which 1 are free"
     )
     assert "QUIRE_NUM_THREADS" in advice(room)

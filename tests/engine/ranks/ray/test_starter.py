@@ -1,4 +1,4 @@
-"""Errors if Ray is not installed or does not answer. test_ray.py runs a cluster."""
+"""Errors if Ray is not installed or does not respond. test_ray.py runs a cluster."""
 
 import importlib.util
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.engine.scenarios import COMMON
 from tests.support.models.reference_checkpoints import checkpoint
 
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray"}
-# Stands for the driver: says something to the core, and ends.
+# Replaces the driver: sends a message to the core and exits.
 DRIVER = """
 import argparse, socket, sys
 from quire.engine.ranks.ray import starter as ray_starter
@@ -25,13 +25,13 @@ sock = socket.socket(fileno=parser.parse_args().socket)
 """
 
 
-def test_a_machine_without_ray_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_error_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match=r'pip install "quire\[ray\]"'):
         LLM(str(checkpoint("llama")), **COMMON, **RAY)
 
 
-def test_a_driver_that_ends_or_has_trouble_is_an_error(
+def test_exited_or_failing_driver_raises_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -44,12 +44,12 @@ def test_a_driver_that_ends_or_has_trouble_is_an_error(
 
     monkeypatch.setattr(ray_starter, "start_child", start)
     trouble = 'ray_starter._core_side().encode(ray_starter.Trouble("ConfigError", "no room"))'
-    for program, kind, said in (
+    for program, kind, message in (
         ("sys.exit(7)", EngineError, r"has ended \(exit status 7\)"),
         (f"sock.sendall({trouble})", ConfigError, "no room"),
     ):
         module.write_text(f"{DRIVER}{program}\n")
         starter = RayStarter(config(**RAY), "warning")
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             starter.host()
         starter.close()
