@@ -1,7 +1,7 @@
 """transformers' classes are translated into quire's operations correctly, or not at all.
 
 Covers `models/hf/lower.py`, `models/hf/follow.py`, `models/hf/terms.py`, `models/hf/recognise.py`,
-`models/hf/arrange.py`, `models/hf/merge.py`, `models/hf/steps.py`, `models/hf/recognise.py`.
+`models/hf/arrange.py`, `models/hf/merge.py`, `models/hf/steps.py`.
 """
 
 import dataclasses

@@ -119,7 +119,6 @@ class Quota(Extension, StepExtension):
 
     def __init__(self, most: int) -> None:
         self.most, self.used = most, dict[str, int]()
-        self.told: list[str] = []
 
     def handlers(self) -> Mapping[type, Handler]:
         return {Cancel: lambda message, now: self.used.pop(message.request_id, None)}

@@ -104,7 +104,7 @@ def test_stages_give_the_beams_of_the_whole_model() -> None:
     assert found[0] == found[1] and found[0]
 
 
-def test_stages_verify_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_verify_draft_tokens() -> None:
     """Some draft tokens are right and some wrong; the stages drop the rejected ones."""
     wanted = samples(Groups, "llama").samples
     groups = StagedGroups(max_num_seqs=8, max_num_batched_tokens=24, pipeline_depth=3)

@@ -1,6 +1,6 @@
 """Hooks of a server over HTTP and WebSocket: the clients' responses and the engine's work.
 
-Covers `serve/api/openai/hooked_prompt.py`.
+Covers `serve/pipeline/hooked_prompt.py`.
 """
 
 import json
