@@ -1,4 +1,4 @@
-"""Triton's interpreter on a CPU; on a machine with a GPU these tests run the compiled kernels."""
+"""Run kernels in Triton's interpreter on a CPU, and compiled on a machine with a GPU."""
 
 import os
 
@@ -20,7 +20,7 @@ def device() -> torch.device:
     return torch.device("cpu" if IS_INTERPRETED else "cuda")
 
 
-# The interpreter computes bfloat16 wrongly, and takes as long for float16 as for float32.
+# The interpreter computes bfloat16 wrongly, and float16 takes as long as float32.
 DTYPES = [
     torch.float32,
     pytest.param(torch.float16, marks=[pytest.mark.slow] if IS_INTERPRETED else []),

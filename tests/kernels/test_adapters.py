@@ -1,4 +1,4 @@
-"""Adapters on a GPU against float64: any ranks, parts and rows in one step."""
+"""Compare the GPU's adapter kernels with float64: mixed ranks, parts and rows in one step."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ BASE = -1
 
 @pytest.fixture(autouse=True)
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations believe that they are on a GPU."""
+    """Make operations take their GPU path, also in the interpreter."""
     if INTERPRETED:
         monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
 
@@ -30,8 +30,10 @@ def part(first: int, num: int, rank: int, inputs: int, seed: int) -> AdapterPart
 
 
 def merged_layer(rank: int, seed: int) -> list[AdapterPart]:
-    """Parts of an adapter: of all modules, of some, or of two together; the last has a lower
-    rank."""
+    """Return an adapter's parts: for all modules, for some, or one part for two modules.
+
+    The last part has a lower rank.
+    """
     first, second, third = OUTPUTS
     kinds = {
         0: [(0, first), (first, second), (first + second, third)],
@@ -48,7 +50,7 @@ def merged_layer(rank: int, seed: int) -> list[AdapterPart]:
 
 
 def slots_of(
-    found: list[AdapterParts],
+    loaded: list[AdapterParts],
     layers: list[LayerSize],
     dtype: torch.dtype,
     device: torch.device,
@@ -56,12 +58,12 @@ def slots_of(
     max_rank: int = 256,
     is_fixed: bool = False,
 ) -> DeviceSlots:
-    """Slots with these adapters, the first of them in slot 1, after others that are replaced."""
+    """Return slots that hold these adapters from slot 1 on, after they held others."""
     slots = DeviceSlots(
-        len(found) + 1, layers, max_rank, dtype, device, max_rows=16, is_fixed=is_fixed
+        len(loaded) + 1, layers, max_rank, dtype, device, max_rows=16, is_fixed=is_fixed
     )
-    others = [slots.prepare({}), *map(slots.prepare, reversed(found))]
-    for slot, packed in [*enumerate(others), *enumerate(map(slots.prepare, found), 1)]:
+    others = [slots.prepare({}), *map(slots.prepare, reversed(loaded))]
+    for slot, packed in [*enumerate(others), *enumerate(map(slots.prepare, loaded), 1)]:
         slots.put(slot, packed)
     return slots
 
@@ -77,11 +79,11 @@ def use(slots: DeviceSlots, rows: list[int], lens: list[int], padding: int = 0) 
 
 
 def exact(
-    out_TO: torch.Tensor, x_TK: torch.Tensor, slots_T: torch.Tensor, found: list[AdapterParts],
+    out_TO: torch.Tensor, x_TK: torch.Tensor, slots_T: torch.Tensor, loaded: list[AdapterParts],
     layer: int,
 ) -> torch.Tensor:  # fmt: skip
     wanted, x = out_TO.double().clone(), x_TK.double()
-    for slot, parts in enumerate(found, 1):
+    for slot, parts in enumerate(loaded, 1):
         for each in parts.get(layer, ()):
             columns = slice(each.first, each.first + each.up_RN.shape[1])
             down, up = (matrix.to(out_TO.dtype).double() for matrix in (each.down_RK, each.up_RN))
@@ -91,17 +93,17 @@ def exact(
 
 
 def check(
-    slots: DeviceSlots, found: list[AdapterParts], layer: int, slots_T: torch.Tensor,
+    slots: DeviceSlots, loaded: list[AdapterParts], layer: int, slots_T: torch.Tensor,
     sizes: tuple[int, int], dtype: torch.dtype, device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
-    """Add to random outputs, and compare them; x is a part of a wider tensor."""
+    """Add the adapters' changes to random outputs and compare; x is a slice of a wider tensor."""
     generator, num = torch.Generator().manual_seed(5), len(slots_T)
     x = torch.randn(num, sizes[0] + 8, generator=generator).to(dtype)[:, : sizes[0]]
     out = torch.randn(num, sizes[1], generator=generator).to(dtype)
     result = out.clone().to(device)
     slots.add(result, x.to(device), layer)
-    wanted = exact(out, x, slots_T, found, layer)
-    assert torch.equal(result.cpu()[slots_T == BASE], out[slots_T == BASE]), "rows of the base"
+    wanted = exact(out, x, slots_T, loaded, layer)
+    assert torch.equal(result.cpu()[slots_T == BASE], out[slots_T == BASE]), "rows of no adapter"
     error = (result.cpu().double() - wanted).abs().max()
     assert error <= TOLERANCE[dtype] * wanted.abs().max(), f"{error:.2e}"
     return result.cpu()
@@ -113,55 +115,57 @@ ROWS = [BASE, 2, 1, BASE, 4, 3, 2, 1, BASE]
 
 @pytest.mark.parametrize("is_fixed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_ranks_of_one_step_with_rows_of_the_base(
+def test_one_step_mixes_ranks_and_rows_without_an_adapter(
     dtype: torch.dtype, is_fixed: bool, device: torch.device
 ) -> None:
-    """Prompts and single tokens, an empty row and padding."""
-    found = [{1: merged_layer(rank, seed)} for seed, rank in enumerate(RANKS)]
-    slots = slots_of(found, LAYERS, dtype, device, is_fixed=is_fixed)
+    """The step has prompts, single tokens, an empty row and padding."""
+    loaded = [{1: merged_layer(rank, seed)} for seed, rank in enumerate(RANKS)]
+    slots = slots_of(loaded, LAYERS, dtype, device, is_fixed=is_fixed)
     lens = [3, 1, 18, 0, 2, 20, 1, 1, 1]
     slots_T = use(slots, ROWS, lens, padding=4)
     sizes = INPUTS, sum(OUTPUTS)
-    check(slots, found, 1, slots_T, sizes, dtype, device)
+    check(slots, loaded, 1, slots_T, sizes, dtype, device)
     other = torch.zeros(len(slots_T), 16, dtype=dtype, device=device)
     slots.add(other, torch.ones_like(other), 0)
-    assert not other.any(), "no adapter changes this layer"
+    assert not other.any(), "a layer without adapters changed"
 
 
-def test_decoding_rows_and_slots_that_change(dtype: torch.dtype, device: torch.device) -> None:
-    found = [{1: merged_layer(rank, seed)} for seed, rank in enumerate(RANKS)]
-    slots = slots_of(found, LAYERS, dtype, device)
+def test_decoding_rows_use_the_current_adapters_of_their_slots(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    loaded = [{1: merged_layer(rank, seed)} for seed, rank in enumerate(RANKS)]
+    slots = slots_of(loaded, LAYERS, dtype, device)
     sizes = INPUTS, sum(OUTPUTS)
     for rows in (ROWS, [4], [BASE, BASE], [3, 3, 1]):
         slots_T = use(slots, rows, [1] * len(rows))
-        check(slots, found, 1, slots_T, sizes, dtype, device)
-    found[2] = {1: merged_layer(5, 1)}
-    slots.put(3, slots.prepare(found[2]))
-    check(slots, found, 1, slots_T, sizes, dtype, device)
+        check(slots, loaded, 1, slots_T, sizes, dtype, device)
+    loaded[2] = {1: merged_layer(5, 1)}
+    slots.put(3, slots.prepare(loaded[2]))
+    check(slots, loaded, 1, slots_T, sizes, dtype, device)
     slots.put(3, slots.prepare({}))
-    check(slots, [found[0], {}, {}, {}], 1, slots_T, sizes, dtype, device)
+    check(slots, [loaded[0], {}, {}, {}], 1, slots_T, sizes, dtype, device)
 
 
 @pytest.mark.parametrize("num_tokens", [7, pytest.param(300, marks=pytest.mark.slow)])
-def test_inputs_that_several_programs_share(
+def test_inputs_split_among_programs_give_the_same_sums(
     num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Few tokens: four programs share 2,048 inputs; many: one has them all."""
+    """Four programs split 2,048 inputs of few tokens; one program takes all of many tokens."""
     layers = [LayerSize(2048, (48, 16), True)]
-    found: list[AdapterParts] = [
+    loaded: list[AdapterParts] = [
         {0: [part(0, 48, 16, 2048, 1), part(48, 16, 3, 2048, 2)]},
         {0: [part(48, 16, 9, 2048, 3)]},
     ]
-    slots = slots_of(found, layers, dtype, device, max_rank=16)
+    slots = slots_of(loaded, layers, dtype, device, max_rank=16)
     slots_T = use(slots, [1, BASE, 2], [num_tokens - 4, 1, 3])
-    check(slots, found, 0, slots_T, (2048, 64), dtype, device)
+    check(slots, loaded, 0, slots_T, (2048, 64), dtype, device)
 
 
-def test_a_fixed_order_gives_a_token_the_same_bits_in_any_step(
+def test_fixed_order_gives_a_token_the_same_bits_in_any_step(
     dtype: torch.dtype, device: torch.device
 ) -> None:
-    found = [{1: merged_layer(rank, seed)} for seed, rank in enumerate(RANKS)]
-    slots = slots_of(found, LAYERS, dtype, device, is_fixed=True)
+    loaded = [{1: merged_layer(rank, seed)} for seed, rank in enumerate(RANKS)]
+    slots = slots_of(loaded, LAYERS, dtype, device, is_fixed=True)
     x = torch.randn(9, INPUTS, generator=torch.Generator().manual_seed(3)).to(dtype).to(device)
     together = torch.zeros(9, sum(OUTPUTS), dtype=dtype, device=device)
     use(slots, ROWS, [1] * 9)
@@ -188,7 +192,7 @@ def test_memory_has_room_for_the_maximum_rank_of_all_modules(device: torch.devic
         slots.prepare({0: [part(0, 30, 5, 20, 1)]})
 
 
-def test_a_step_of_other_tokens_is_a_fault(device: torch.device) -> None:
+def test_add_rejects_tokens_that_were_not_grouped(device: torch.device) -> None:
     slots = slots_of([{}], LAYERS, torch.float32, device)
     x = torch.zeros(3, 16, device=device)
     with pytest.raises(AssertionError, match="grouped first"):

@@ -1,4 +1,4 @@
-"""Paged attention in Triton against one softmax per row over contiguous memory.
+"""Compare Triton's paged attention with one softmax per row over contiguous memory.
 
 Covers `ops/kernels/attention/attention_merge.py`.
 """
@@ -35,7 +35,7 @@ SPANS = ((0, 1, 6), (2, 5, 12), (4, 3, 33), (4, 35, 73))  # of MIXED
 @dataclass(frozen=True)
 class Case:
     """Rows as (tokens before the step, tokens of the step). spans: (row, first, end) of positions
-    whose tokens see each other."""
+    whose tokens attend to each other."""
 
     rows: tuple[tuple[int, int], ...] = MIXED
     group_size: int = 2
@@ -51,7 +51,7 @@ class Case:
     spans: tuple[tuple[int, int, int], ...] = ()
 
     def ends_T(self, rows: list[int]) -> np.ndarray | None:
-        """What a step of these rows has of the spans."""
+        """Return the span end of each token in a step of these rows, 0 outside spans."""
         if not self.spans:
             return None
         ends = [np.zeros(sum(row), np.int32) for row in self.rows]
@@ -64,7 +64,7 @@ class Case:
         return 2.0 * self.head_dim**-0.5
 
     def tables(self, seed: int = 0) -> list[list[int]]:
-        """Scattered blocks, none of them in two rows."""
+        """Return scattered blocks for each row; rows share none."""
         sizes = [-(-sum(row) // self.block_size) for row in self.rows]
         order = np.random.default_rng(seed).permutation(sum(sizes) + 2).tolist()
         return [[order.pop() for _ in range(size)] for size in sizes]
@@ -112,7 +112,7 @@ def on(device: torch.device, step: AttentionStep) -> AttentionStep:
 
 
 def poison(backend: TritonBackend, case: Case) -> None:
-    """What was never written is NaN, the scales of int8 too."""
+    """Fill the memory with NaN, the scales of int8 too, to expose reads of unwritten slots."""
     for kv in backend._memory.kv:
         if case.kv_format == "auto":
             kv.fill_(torch.nan)
@@ -123,7 +123,7 @@ def poison(backend: TritonBackend, case: Case) -> None:
 def write_before(
     backend: TritonBackend, case: Case, contents: Contents, tables: list[list[int]], layer: int = 1
 ) -> None:
-    """Store what stands before the step."""
+    """Write the keys and values of the tokens before the step."""
     rows = [r for r, (before, _) in enumerate(case.rows) if before]
     if not rows:
         return
@@ -161,7 +161,7 @@ def run_step(
 
 
 def softmax_rows(case: Case, contents: Contents) -> torch.Tensor:
-    """The step's attention by one softmax per row, in float64: [T, N, H]."""
+    """Return the step's attention by one softmax per row, in float64: [T, N, H]."""
     outs = []
     sequences = zip(case.rows, contents.q, contents.k, contents.v, strict=True)
     for row, ((before, _), *qkv) in enumerate(sequences):
@@ -190,7 +190,7 @@ def softmax_rows(case: Case, contents: Contents) -> torch.Tensor:
 
 
 def check(case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-    """Scattered blocks whose other slots are NaN give what one softmax gives."""
+    """Compare attention over scattered blocks, whose unused slots are NaN, with one softmax."""
     contents, tables = make_contents(case, seed), case.tables(seed)
     backend = TritonBackend(case.layout(dtype, device), cut=case.cut)
     poison(backend, case)
@@ -245,12 +245,12 @@ CASES = {
     "spans_window": Case(spans=SPANS, window=12, sinks=True, soft_cap=3.0),
     "spans_long_tiles": Case(((40, 70), (20, 1)), 4, window=30, cut=COARSE, spans=((0, 45, 95),)),
 }
-# The interpreter is slow: there each other dtype is tried once.
+# The interpreter is slow: it runs one case of each dtype but float32.
 DTYPES = [torch.float32, torch.float16, *([] if INTERPRETED else [torch.bfloat16])]
 CLOSE = [torch.float32] if INTERPRETED else DTYPES
 
 
-# Further sizes of what another case has, and large ones.
+# Large cases, and further sizes of features that a quick case covers.
 SLOW = {
     "multi_head", "group_20", "block_32", "block_64", "window_1", "window_300", "window_larger",
     "chunk_1", "chunk_64", "chunk_300", "chunk_larger", "head_96", "head_128", "head_256",
@@ -266,17 +266,17 @@ SLOW = {
         for name, case in CASES.items()
     ],
 )
-def test_it_is_softmax(case: Case, close: torch.dtype, device: torch.device) -> None:
+def test_attention_equals_softmax(case: Case, close: torch.dtype, device: torch.device) -> None:
     check(case, close, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def test_attention_equals_softmax_in_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
     check(Case(((0, 9), (70, 1), (5, 17))), dtype, device)
 
 
 @pytest.mark.parametrize("seed", slow_but(range(6), 0, 3))
-def test_random_mixes(seed: int, device: torch.device) -> None:
+def test_attention_of_random_batches_equals_softmax(seed: int, device: torch.device) -> None:
     random = np.random.default_rng(seed)
     rows = tuple(
         (int(random.integers(0, 100)), int(random.choice([1, 1, 1, 2, 5, 30])))
@@ -293,7 +293,7 @@ def test_random_mixes(seed: int, device: torch.device) -> None:
 
 
 def as_int8(x: torch.Tensor) -> torch.Tensor:
-    """[..., H] as it is after it was stored."""
+    """Return [..., H] after a conversion to int8 and back."""
     largest = x.abs().amax(-1, keepdim=True)
     factor = torch.where(largest == 0, 0.0, torch.tensor(127.0) / largest)
     return (x * factor).round() * (largest / 127.0)
@@ -304,7 +304,7 @@ EXTRAS = [{}, {"soft_cap": 3.0, "sinks": True}]
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
-def test_int8_is_softmax_of_what_is_stored(
+def test_int8_attention_equals_softmax_of_stored_values(
     extras: dict[str, object], window: int | None, device: torch.device
 ) -> None:
     case = Case(((0, 9), (70, 1), (5, 17)), kv_format="int8", window=window, **extras)
@@ -320,8 +320,10 @@ def test_int8_is_softmax_of_what_is_stored(
 
 
 @pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
-def test_fp8_has_two_scales_per_layer(extras: dict[str, object], device: torch.device) -> None:
-    """With numbers that fp8 has: the interpreter rounds others wrongly."""
+def test_fp8_attention_applies_key_and_value_scales_per_layer(
+    extras: dict[str, object], device: torch.device
+) -> None:
+    """Inputs are exact in fp8, because the interpreter rounds others wrongly."""
     case = Case(((0, 9), (70, 1), (5, 17)), kv_format="fp8", **extras)
     contents, tables, scales = make_contents(case), case.tables(), (1 / 32, 1 / 16)
     for values, scale in zip((contents.k, contents.v), scales, strict=True):
@@ -336,8 +338,8 @@ def test_fp8_has_two_scales_per_layer(extras: dict[str, object], device: torch.d
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
-def test_fp8_in_products_of_float16(is_fixed: bool, device: torch.device) -> None:
-    """Large queries keep the range of their products, and no number of fp8 is rounded."""
+def test_fp8_products_in_float16_equal_softmax(is_fixed: bool, device: torch.device) -> None:
+    """Large queries must not overflow, and fp8 values must stay exact."""
     case = Case(((0, 9), (70, 1), (5, 17)), kv_format="fp8", cut=FINE)
     contents, tables = make_contents(case), case.tables()
     contents.q[:] = [(x * 500).half().float() for x in contents.q]
@@ -353,8 +355,8 @@ def test_fp8_in_products_of_float16(is_fixed: bool, device: torch.device) -> Non
     torch.testing.assert_close(got.cpu().double(), wanted, rtol=0, atol=TOLERANCE[torch.float16])
 
 
-def test_entries_that_no_token_sees_may_be_anything(device: torch.device) -> None:
-    """Of blocks that left the window, and behind the context."""
+def test_block_table_entries_that_no_token_reads_are_ignored(device: torch.device) -> None:
+    """These are entries of blocks that left the window, and entries after the context."""
     case = Case(((150, 1), (90, 20)), window=20)
     contents, tables = make_contents(case), case.tables()
     backend = TritonBackend(case.layout(torch.float32, device), cut=case.cut)
@@ -367,8 +369,8 @@ def test_entries_that_no_token_sees_may_be_anything(device: torch.device) -> Non
     torch.testing.assert_close(got.double().cpu(), softmax_rows(case, contents), rtol=0, atol=2e-5)
 
 
-def test_rows_that_share_blocks(device: torch.device) -> None:
-    """Two rows read a prefix that a third writes in the same step."""
+def test_rows_read_shared_blocks_written_in_the_same_step(device: torch.device) -> None:
+    """Two rows read a prefix that a third row writes."""
     case = Case(((0, 35), (32, 3), (32, 1)))
     contents, tables = make_contents(case), case.tables()
     for values in (contents.k, contents.v):
@@ -380,7 +382,7 @@ def test_rows_that_share_blocks(device: torch.device) -> None:
 
 
 def test_queries_may_be_views_and_steps_may_be_padded(device: torch.device) -> None:
-    """As in a captured step: rows without tokens, tokens of no row, slots that are nowhere."""
+    """A captured step has rows without tokens, tokens without a row, and slots of -1."""
     case = Case(((20, 3), (40, 1)))
     contents, tables = make_contents(case), case.tables()
     backend = TritonBackend(case.layout(torch.float32, device), cut=case.cut)
@@ -411,7 +413,7 @@ def test_queries_may_be_views_and_steps_may_be_padded(device: torch.device) -> N
     assert backend._memory.kv[0].isnan().sum() == before
 
 
-def test_fewer_parts_where_they_would_take_too_much_memory(
+def test_memory_limit_reduces_the_number_of_parts(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(((150, 1), (90, 20)))
@@ -426,9 +428,9 @@ def test_fewer_parts_where_they_would_take_too_much_memory(
 
 
 @pytest.mark.parametrize("kv_format", ["auto", "int8"])
-def test_memory_is_as_the_other_backends_have_it(kv_format: str, device: torch.device) -> None:
-    """Keys and values of a block are [K, B, P, H]; of int8 byte for byte what the C++ core has, but
-    that its keys are turned and its scales are in rows."""
+def test_memory_layout_equals_that_of_other_backends(kv_format: str, device: torch.device) -> None:
+    """Keys and values of a block are [K, B, P, H]. Bytes of int8 equal the C++ core's, after
+    its keys are transposed back and its scales moved after the rows."""
     if kv_format == "int8" and core() is None:
         pytest.skip("the C++ core was not built")
     case = Case(((0, 35), (5, 3)), kv_format=kv_format, kv_heads=3, head_dim=20)
@@ -449,7 +451,7 @@ def test_memory_is_as_the_other_backends_have_it(kv_format: str, device: torch.d
     assert torch.equal(backend._memory.kv[0].cpu(), wanted)
 
 
-def test_copied_blocks_give_the_same(device: torch.device) -> None:
+def test_copied_blocks_give_the_same_attention(device: torch.device) -> None:
     case = Case(((30, 10),))
     contents = make_contents(case)
     backend = TritonBackend(case.layout(torch.float32, device, num_blocks=8), cut=case.cut)
@@ -459,7 +461,7 @@ def test_copied_blocks_give_the_same(device: torch.device) -> None:
     torch.testing.assert_close(got.double().cpu(), softmax_rows(case, contents), rtol=0, atol=2e-5)
 
 
-def test_what_it_cannot_serve(device: torch.device) -> None:
+def test_unsupported_layouts_are_rejected(device: torch.device) -> None:
     layout = Case().layout(torch.float64, device)
     with pytest.raises(ConfigError, match="triton cannot be used here: .*not torch.float64"):
         make_backend("triton", layout)
@@ -470,7 +472,7 @@ def test_what_it_cannot_serve(device: torch.device) -> None:
     assert make_backend("triton", Case().layout(torch.float32, device)).name == "triton"
 
 
-def test_auto_takes_it_on_a_gpu_alone(
+def test_auto_selects_triton_only_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout = Case().layout(torch.bfloat16, CPU)

@@ -1,4 +1,4 @@
-"""Whole models with the Triton backend: the same greedy tokens as with torch's."""
+"""Whole models generate the same greedy tokens with the Triton and the torch backend."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 def tokens(
     architecture: str, backend: str, device: torch.device, num_prompts: int
 ) -> list[list[int]]:
-    """Prompts are cut into chunks, which share steps with rows that decode."""
+    """Return greedy tokens; prompts are computed in chunks, in steps with decoding rows."""
     settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, "disable_log_stats": True}
     settings |= {"max_num_batched_tokens": 24, "max_num_seqs": 3, "device": device.type}
     with LLM(str(checkpoint(architecture)), attention_backend=backend, **settings) as llm:
@@ -26,7 +26,7 @@ def tokens(
     return [output.outputs[0].token_ids for output in outputs]
 
 
-QUICK = ("mistral",)  # a window. Experts: test_model.py
+QUICK = ("mistral",)  # has a window; test_model.py has experts
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ QUICK = ("mistral",)  # a window. Experts: test_model.py
         ),
     ],
 )
-def test_greedy_tokens_are_the_same(
+def test_triton_generates_the_greedy_tokens_of_torch(
     architecture: str, num_prompts: int, device: torch.device
 ) -> None:
     found, wanted = (
@@ -49,8 +49,8 @@ def test_greedy_tokens_are_the_same(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_operations_of_a_layer(architecture: str, device: torch.device) -> None:
-    """Nine launches of a layer, four of them products; a tenth merges rows that were split."""
+def test_layer_runs_the_expected_operations(architecture: str, device: torch.device) -> None:
+    """A layer takes nine launches, four of them products; a tenth merges split rows."""
     settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 2}
     settings |= {"device": device.type, "attention_backend": "triton", "enforce_eager": True}
     settings |= {"max_num_batched_tokens": 16}

@@ -1,4 +1,4 @@
-"""Parts of attention merged by the last program: the bits of a launch of its own, in any order."""
+"""The last program merges attention's parts with the bits of a separate launch, in any order."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,11 +51,11 @@ RUNS = [
 
 @pytest.fixture
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Programs run in this order; each has one item, so items arrive in any order."""
+    """Run programs in this order; each has one item, so items arrive in any order."""
     seed = request.param
     if not INTERPRETED:
         if seed is not None:
-            pytest.skip("a GPU has an order of its own")
+            pytest.skip("a GPU chooses the order itself")
         return seed
     builder = interpreter.interpreter_builder
     set_index = builder.set_grid_idx
@@ -81,7 +81,7 @@ def backend_of(case: Case, device: torch.device, *, merges_last: bool) -> Triton
 
 
 def nan_filled(*shape: Any, **options: Any) -> torch.Tensor:
-    """Return what `torch.empty` returns, without results of earlier launches in its memory."""
+    """Return `torch.empty` filled with NaN, to hide results of earlier launches."""
     made = EMPTY(*shape, **options)
     return made.fill_(torch.nan) if made.is_floating_point() else made
 
@@ -93,7 +93,7 @@ def work_of(backend: TritonBackend) -> Work:
 
 
 @pytest.mark.parametrize(("case", "order"), RUNS, indirect=["order"])
-def test_the_last_program_merges(
+def test_last_program_merges_to_the_bits_of_a_separate_launch(
     case: Case, order: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contents, tables, found = make_contents(case), case.tables(), []
@@ -113,14 +113,14 @@ def test_the_last_program_merges(
     assert torch.equal(*found)
     at_once = attention_merge.merged_heads(case.group_size, case.head_dim)
     each = case.kv_heads * -(-case.group_size // at_once)
-    assert len(merged) == (int(work.counts[1]) * each if INTERPRETED else 0), "once per token"
-    assert work.arrivals is not None and not work.arrivals.any(), "the next layer counts from zero"
+    assert len(merged) == (int(work.counts[1]) * each if INTERPRETED else 0), "merges per token"
+    assert work.arrivals is not None and not work.arrivals.any(), "arrivals are not reset"
 
 
 def test_all_layers_of_a_step_share_the_counters(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also parts with their sums. No launch merges; a step that ended early leaves no trace."""
+    """Also for `run_part`. No separate launch merges, and a step that ended early is cleaned up."""
     case = CASES["decode"]
     contents, tables, scores = make_contents(case), case.tables(), Scores(case.scale)
     separate, last = (backend_of(case, device, merges_last=on) for on in (False, True))
@@ -143,8 +143,10 @@ def test_all_layers_of_a_step_share_the_counters(
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-def test_a_switch(is_on: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off unless it is set; prompts and fixed cuts take the other launch."""
+def test_switch_enables_merging_by_the_last_program(
+    is_on: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is off by default; prompts and fixed cuts always merge in a separate launch."""
     if is_on:
         monkeypatch.setenv(MERGE_LAST, "1")
     case, long = Case(((70, 1),)), Case(((70, 30),))
@@ -159,10 +161,10 @@ def test_a_switch(is_on: bool, device: torch.device, monkeypatch: pytest.MonkeyP
         assert has_arrivals == (is_on and given is case and not is_fixed)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="only a GPU records")
+@pytest.mark.skipif(INTERPRETED, reason="only a GPU records graphs")
 @pytest.mark.parametrize("name", ["decode", "parts"])
-def test_replays_on_a_gpu(name: str, device: torch.device) -> None:
-    """A recorded launch gives the same bits 100,000 times, whichever program is the last."""
+def test_replayed_launch_gives_the_same_bits(name: str, device: torch.device) -> None:
+    """The launch runs 100,000 times; any program may be the last."""
     case = CASES[name]
     contents, tables, scores = make_contents(case), case.tables(), Scores(case.scale)
     backend = backend_of(case, device, merges_last=True)

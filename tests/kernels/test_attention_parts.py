@@ -35,8 +35,10 @@ CASES = {
         for name, case in CASES.items()
     ],
 )
-def test_a_part_with_its_sum_is_the_whole(case: Case, is_fixed: bool, device: torch.device) -> None:
-    """A sink with the logarithm of the sum's size halves the result."""
+def test_run_part_returns_the_result_and_its_log_sum(
+    case: Case, is_fixed: bool, device: torch.device
+) -> None:
+    """A sink as large as the sum halves the result."""
     contents, tables = make_contents(case), case.tables()
     layout = case.layout(torch.float32, device)
     backend = TritonBackend(layout, cut=case.cut, deterministic=is_fixed)
@@ -58,7 +60,7 @@ def test_a_part_with_its_sum_is_the_whole(case: Case, is_fixed: bool, device: to
 
 
 class OneAtATime(TritonBackend):
-    """The interpreter's state is one for all threads."""
+    """Serialise calls, as all threads share the interpreter's state."""
 
     lock = threading.Lock()
 
@@ -77,8 +79,7 @@ class OneAtATime(TritonBackend):
 
 @pytest.mark.skipif(not INTERPRETED, reason="threads of one device share its streams")
 @pytest.mark.parametrize("num", [2, 4])
-def test_ranks_deal_out_tokens(num: int, device: torch.device) -> None:
-    """Beside one rank with all of them."""
+def test_ranks_that_share_a_context_equal_one_rank(num: int, device: torch.device) -> None:
     case = Case(((0, 9), (30, 1), (5, 7)), group_size=4, block_size=8, sinks=True)
     contents, tables = make_contents(case), case.tables()
     layout = case.layout(torch.float32, device)
@@ -86,11 +87,11 @@ def test_ranks_deal_out_tokens(num: int, device: torch.device) -> None:
     def attend(backend: TritonBackend, heads: slice) -> torch.Tensor:
         for begins in (True, False):
             rows = [(0, b) if begins else (b, b + new) for b, new in case.rows]
-            kept = [(row, *ends) for row, ends in enumerate(rows) if ends[0] < ends[1]]
-            parts = [RowPart(begin, end, (tables[row],)) for row, begin, end in kept]
+            nonempty = [(row, *ends) for row, ends in enumerate(rows) if ends[0] < ends[1]]
+            parts = [RowPart(begin, end, (tables[row],)) for row, begin, end in nonempty]
             backend.prepare(make_step(parts, case.block_size, device))
             q, k, v = (
-                torch.cat([values[row][begin:end] for row, begin, end in kept]).to(device)
+                torch.cat([values[row][begin:end] for row, begin, end in nonempty]).to(device)
                 for values in (contents.q, contents.k, contents.v)
             )
             backend.write(1, k, v)

@@ -1,4 +1,4 @@
-"""The list of work against plain Python: every key range of every token exactly once."""
+"""Check attention's work list in plain Python: it covers each token's keys exactly once."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ CUTS = {
 
 
 def make_step(rows: list[tuple[int, int]], device: torch.device, more: int = 0) -> AttentionStep:
-    """more: by how much the host's bounds exceed what the device holds."""
+    """more: by how much the host's bounds exceed the device's lengths."""
     contexts, queries = np.array(rows, np.int32).T
     starts = np.concatenate(([0], np.cumsum(queries))).astype(np.int32)
     nothing = torch.empty(0, dtype=torch.int64, device=device)
@@ -61,7 +61,7 @@ def make_work(cut: Cut, rows: list[tuple[int, int]], device: torch.device, more:
 
 
 def listed(work: Work) -> tuple[list[list[int]], list[list[int]]]:
-    """The items and the merges that there are, after checking that they fit."""
+    """Return the items and the merges, after checking that they fit the bounds."""
     num_items, num_merges = work.counts[:2].tolist()
     assert num_items <= work.bounds.items == len(work.items)
     assert num_merges <= work.bounds.merges == len(work.merges)
@@ -69,14 +69,16 @@ def listed(work: Work) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.parametrize(("name", "mix"), in_turn([*CUTS], [*MIXES]))
-def test_every_key_of_every_token_once(name: str, mix: str, device: torch.device) -> None:
+def test_work_covers_every_key_of_every_token_once(
+    name: str, mix: str, device: torch.device
+) -> None:
     cut, rows = CUTS[name], MIXES[mix]
     check_work(make_work(cut, rows, device), cut, rows)
 
 
 @pytest.mark.parametrize("name", ["fine", "fixed"])
 @pytest.mark.parametrize("more", [1, 5, 400])
-def test_the_device_may_hold_less_than_the_host_says(
+def test_device_lengths_may_be_below_the_hosts_bounds(
     more: int, name: str, device: torch.device
 ) -> None:
     cut, rows = CUTS[name], MIXES["mixed"]
@@ -84,7 +86,7 @@ def test_the_device_may_hold_less_than_the_host_says(
 
 
 def check_work(work: Work, cut: Cut, rows: list[tuple[int, int]]) -> None:
-    """The work is all that these rows have, and its slots and merges belong together."""
+    """Check that the work covers these rows, and that its slots match its merges."""
     items, merges = listed(work)
     starts = np.concatenate(([0], np.cumsum([queries for _, queries in rows])))
     covered: dict[int, list[int]] = {t: [] for t in range(starts[-1])}
@@ -125,11 +127,11 @@ def check_work(work: Work, cut: Cut, rows: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     "cut", [pytest.param(cut, id=name) for name, cut in CUTS.items() if not cut.is_fixed]
 )
-def test_any_rows_may_share_the_tokens_that_the_host_knows(
+def test_host_needs_only_the_total_tokens_and_the_longest_context(
     cut: Cut, rows: list[tuple[int, int]], device: torch.device
 ) -> None:
-    """As in a recorded step: it holds so many tokens and rows, and no context is longer. Of fixed
-    cuts each row's own lengths count."""
+    """A recorded step is planned for a number of tokens and rows, and a longest context. Fixed
+    cuts are excluded: they depend on each row's lengths."""
     step = make_step(rows, device)
     tokens = np.zeros(len(rows), np.int32)
     tokens[0] = sum(queries for _, queries in rows)
@@ -140,8 +142,10 @@ def test_any_rows_may_share_the_tokens_that_the_host_knows(
 
 
 @pytest.mark.parametrize("name", ["usual", "fixed"])
-def test_counters_of_arrivals(name: str, device: torch.device) -> None:
-    """One of each row and KV head, in steps whose rows have one tile each; all begin at zero."""
+def test_steps_with_one_tile_per_row_get_zeroed_arrival_counters(
+    name: str, device: torch.device
+) -> None:
+    """There is one counter for each row and KV head. Fixed cuts and other steps have none."""
     for rows in ("one", "verify", "mixed"):
         given = MIXES.get(rows, [(300, 3), (77, 0), (900, 4)])
         step = make_step(given, device)
@@ -153,14 +157,12 @@ def test_counters_of_arrivals(name: str, device: torch.device) -> None:
         assert work.arrivals is not None
         assert work.arrivals.tolist() == [[0] * 3] * len(given)
         tiles = [row for row, _, _, _, first, *_ in listed(work)[0] if first == 0]
-        assert len(tiles) == len(set(tiles)), "a row has one tile"
+        assert len(tiles) == len(set(tiles)), "a row has several tiles"
 
 
 @pytest.mark.parametrize("items", [1, 3, 20])
-def test_a_step_is_cut_into_as_many_items_as_the_device_has_programs_for(
-    items: int, device: torch.device
-) -> None:
-    """Few rows into many chunks, many into none."""
+def test_step_is_cut_into_about_as_many_items_as_programs(items: int, device: torch.device) -> None:
+    """Few rows are cut into many chunks, many rows are not cut."""
     cut = replace(FINE, group_size=4, items=items, max_splits=64)
     for rows in ([(640, 1)], [(320, 1)] * 2, [(64, 1)] * 10, [(16, 1)] * 40):
         found, merges = listed(make_work(cut, rows, device))
@@ -168,7 +170,7 @@ def test_a_step_is_cut_into_as_many_items_as_the_device_has_programs_for(
         assert not merges or len(rows) <= items
 
 
-def test_long_tiles_come_first_and_the_longest_of_a_row(device: torch.device) -> None:
+def test_rows_of_long_tiles_and_the_longest_tiles_come_first(device: torch.device) -> None:
     cut = replace(CUTS["usual"], long_chunk=1024)
     items, _ = listed(make_work(cut, MIXES["mixed"], device))
     is_long = [count * cut.group_size > cut.short_rows for _, _, count, *_ in items]
@@ -180,7 +182,7 @@ def test_long_tiles_come_first_and_the_longest_of_a_row(device: torch.device) ->
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
 def test_bounds_grow_with_the_lengths(cut: Cut) -> None:
-    """A captured step is sized by its largest lengths, and replayed with any."""
+    """A captured step is sized by its largest lengths, and replayed with smaller ones."""
     lens = np.array([1, 2, 5, 16, 17, 64, 65, 100, 300, 1000, 1025])
     bounds = [
         [cut.bounds(np.array([q]), np.array([n])) for q in lens] for n in (1025, 2000, 9000, 40000)
@@ -193,7 +195,7 @@ def test_bounds_grow_with_the_lengths(cut: Cut) -> None:
 def test_fixed_chunks_begin_at_the_same_keys_for_any_lengths(
     window: int | None, device: torch.device
 ) -> None:
-    """Items of rows that are split lie in one chunk each, and no tile of keys in two."""
+    """Each item of a split row lies in one chunk, and no tile of keys lies in two."""
     cut = FIXED.of_group(4, window, 64)
     rows = [(700, 1), (701, 3), (320, 32), (321, 33), (97, 20), (600, 300), (48, 48), (49, 1)]
     items, _ = listed(make_work(cut, rows, device))
@@ -205,7 +207,7 @@ def test_fixed_chunks_begin_at_the_same_keys_for_any_lengths(
             assert first // 48 == (end - 1) // 48, "it could have been split"
 
 
-def test_a_fixed_cut_with_fewer_parts_cuts_at_the_same_keys() -> None:
+def test_fixed_cut_with_fewer_parts_cuts_at_the_same_keys() -> None:
     queries, contexts = np.array([1, 20, 40]), np.array([900, 900, 900])
     cut, slots = FIXED.of_group(4, None, 64), []
     while cut is not None:
@@ -216,8 +218,8 @@ def test_a_fixed_cut_with_fewer_parts_cuts_at_the_same_keys() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 50])
-def test_rows_of_like_lengths_are_not_cut(window: int, device: torch.device) -> None:
-    """The host knows such rows from their lengths, and it is right about them."""
+def test_rows_of_similar_lengths_are_not_cut(window: int, device: torch.device) -> None:
+    """`leaves_uncut` predicts this on the host from the lengths."""
     cut, generator = replace(FINE, group_size=2, window=window, items=4), np.random.default_rng(1)
     found = []
     for num_rows in (1, 3, 4, 9, 20):
@@ -231,12 +233,12 @@ def test_rows_of_like_lengths_are_not_cut(window: int, device: torch.device) -> 
     assert {is_uncut for rows, is_uncut in found if rows < 4} == {False}
     assert {is_uncut for rows, is_uncut in found if rows == 20} == {True}
     contexts = np.full(20, 30)
-    assert not replace(cut, items=1).leaves_uncut(contexts), "none is ever cut"
+    assert not replace(cut, items=1).leaves_uncut(contexts), "one item is never cut"
     assert not FIXED.leaves_uncut(contexts)
     contexts[3] = 500
     assert cut.leaves_uncut(contexts) == (window > 0)
 
 
-def test_a_step_that_is_not_cut_has_nothing_to_merge(device: torch.device) -> None:
+def test_uncut_step_has_nothing_to_merge(device: torch.device) -> None:
     work = make_work(CUTS["one_split"], MIXES["mixed"], device)
     assert work.bounds.merges == work.bounds.slots == 0

@@ -1,4 +1,4 @@
-"""Attention's launches on five compute capabilities: spills, late reads, copies and conversions."""
+"""Check attention's launches on five compute capabilities: spills, late reads, copies, casts."""
 
 import re
 from typing import Any
@@ -18,12 +18,12 @@ from tests.support.kernels.aot import compiled
 
 ARCHS = (80, 86, 89, 90, 120)
 WIDE_BYTES = 192  # spilled by heads above 128 numbers that are quantised or have a fixed cut
-LATENT_BYTES = 24  # by latent attention with vectors of 8 bits, and with a fixed cut on 12.0
+LATENT_BYTES = 24  # by latent attention with 8-bit vectors, and with a fixed cut on sm_120
 FEW_BYTES = 64  # by some fixed cuts, and by small quantised heads except on Hopper
 
 
 def spill_limit(arch: int, name: str) -> int:
-    """Bytes of a thread that a launch may spill: none, except for kinds that no tile has mended."""
+    """Return the bytes per thread that a launch may spill: 0 unless every tile size spills."""
     kv_format, size, kind = name.split()[:3]
     is_fixed, is_wide = kind == "fixed", int(size) > 128
     if is_wide and (is_fixed or (kv_format != "auto" and kind == "long")):
@@ -37,14 +37,14 @@ def spill_limit(arch: int, name: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_launch_reads_late_or_spills(arch: int, part: str) -> None:
+def test_no_launch_has_late_reads_or_unexpected_spills(arch: int, part: str) -> None:
     found = compiled("aot", "spills", str(arch), part)
     assert len(found) >= 12
     for each in found:
-        assert each["late_reads"] == 0, f"a buffer is loaded anew before it is read: {each}"
+        assert each["late_reads"] == 0, f"a buffer is loaded again before it is read: {each}"
         assert each["stack"] <= spill_limit(arch, each["name"]), f"registers are spilled: {each}"
         is_merging = " merging" in each["name"]
-        assert bool(each["arrival"]) == is_merging, "who counts arrivals"
+        assert bool(each["arrival"]) == is_merging, "only merging launches count arrivals"
         if is_merging:
             assert re.fullmatch(ARRIVAL_ORDER, each["arrival"]), each
         assert each["shared"] <= {80: 163, 90: 227}.get(arch, 99) << 10, f"shared memory: {each}"
@@ -52,13 +52,13 @@ def test_no_launch_reads_late_or_spills(arch: int, part: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_latent_launch_reads_late_or_spills(arch: int) -> None:
+def test_no_latent_launch_has_late_reads_or_unexpected_spills(arch: int) -> None:
     found = compiled("aot", "latents", str(arch), "0/1")
     assert len(found) >= 24
     for each in found:
         kv_format, _, kind = each["name"].split()[:3]
         is_limited = kv_format != "auto" or (kind == "fixed" and arch == 120)
-        assert each["late_reads"] == 0, f"a buffer is loaded anew before it is read: {each}"
+        assert each["late_reads"] == 0, f"a buffer is loaded again before it is read: {each}"
         assert each["stack"] <= (LATENT_BYTES if is_limited else 0), f"spilled registers: {each}"
         assert each["shared"] <= {80: 163, 90: 227}.get(arch, 99) << 10, f"shared memory: {each}"
 
@@ -66,15 +66,15 @@ def test_no_latent_launch_reads_late_or_spills(arch: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_rotating_launch_reads_late_or_spills(arch: int, part: str) -> None:
-    """On Hopper three programs fit the registers and the shared memory of a multiprocessor."""
+def test_no_rotating_launch_has_late_reads_or_spills(arch: int, part: str) -> None:
+    """On Hopper, three programs fit the registers and the shared memory of a multiprocessor."""
     found = compiled("aot", "rotating", str(arch), part)
     assert len(found) >= 6
     for each in found:
-        assert each["late_reads"] == 0, f"a buffer is loaded anew before it is read: {each}"
+        assert each["late_reads"] == 0, f"a buffer is loaded again before it is read: {each}"
         assert each["stack"] == 0, f"registers are spilled: {each}"
         is_merging = "merging" in each["name"]
-        assert bool(each["arrival"]) == is_merging, "who counts arrivals"
+        assert bool(each["arrival"]) == is_merging, "only merging launches count arrivals"
         if is_merging:
             assert re.fullmatch(ARRIVAL_ORDER, each["arrival"]), each
         assert each["shared"] <= {80: 163, 90: 227}.get(arch, 99) << 10, f"shared memory: {each}"
@@ -84,8 +84,8 @@ def test_no_rotating_launch_reads_late_or_spills(arch: int, part: str) -> None:
 
 
 @pytest.mark.slow
-def test_keys_are_copied_in_wide_pieces_and_without_slow_conversions() -> None:
-    """Triton copies values of 8 bits 8 bytes at a time, since the product reads them by columns."""
+def test_keys_are_copied_in_wide_loads_without_slow_conversions() -> None:
+    """Triton copies 8-bit values 8 bytes at a time, since the product reads them by columns."""
     found = {each["kv_format"]: each for each in compiled("aot", "loads")}
     assert set(found["auto"]["copies"]) == {16}
     assert set(found["int8"]["copies"]) == set(found["fp8"]["copies"]) == {8, 16}
@@ -93,12 +93,12 @@ def test_keys_are_copied_in_wide_pieces_and_without_slow_conversions() -> None:
 
 
 def warps(machine: Any, size: int = 128, group_size: int = 4, **given: Any) -> tuple[int, int]:
-    """Rows and warps of long tiles."""
+    """Return the rows and warps of long tiles."""
     cut = Cut(long_rows=machine.long_rows, **given).of_group(group_size, None, size)
     return cut.long_rows, num_warps(cut, size, "auto", True, machine)
 
 
-def test_tiles_by_machine() -> None:
+def test_tile_sizes_depend_on_the_machine() -> None:
     ampere = machine_with(108, has_warp_groups=False, has_space=True)
     consumer = machine_with(82, has_warp_groups=False, has_space=False)
     assert machine_with(132, has_warp_groups=True, has_space=True) == HOPPER
@@ -113,7 +113,7 @@ def test_tiles_by_machine() -> None:
     assert warps(HOPPER, group_size=5, is_fixed=True) == (64, 8)
 
 
-def test_fp8_is_multiplied_in_float16_unless_queries_are_of_32_bits() -> None:
+def test_fp8_is_multiplied_in_float16_unless_queries_are_float32() -> None:
     cut = Cut().of_group(4, None, 128)
     for dtype, wanted in (
         (torch.float16, "fp16"),

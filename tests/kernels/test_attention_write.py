@@ -1,4 +1,4 @@
-"""Rows of the KV formats as operands of attention's products: fp8 in float16 loses nothing."""
+"""Stored KV rows as operands of attention's products: fp8 is exact in float16."""
 
 import pytest
 import torch
@@ -26,14 +26,14 @@ def _scale_kernel(q_ptr, out_ptr, factors_ptr, factor, ROWS: tl.constexpr):
 
 
 def scaled_rows(q: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of 16 numbers as float16 and their factors."""
+    """Return rows of 16 numbers as float16, and their factors."""
     out = torch.empty(q.shape, dtype=torch.float16, device=q.device)
     factors = torch.empty(len(q), 1, device=q.device)
     _scale_kernel[(1,)](q, out, factors, factor, len(q))
     return out, factors
 
 
-def test_every_fp8_number_is_one_of_float16(device: torch.device) -> None:
+def test_every_fp8_value_is_exact_in_float16(device: torch.device) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     found = torch.empty(256, dtype=torch.float16, device=device)
     _load_kernel[(1,)](codes, found, tl.float16)
@@ -41,26 +41,26 @@ def test_every_fp8_number_is_one_of_float16(device: torch.device) -> None:
     is_nan = wanted.isnan()
     assert int(is_nan.sum()) == 2
     assert torch.equal(found.double()[~is_nan], wanted[~is_nan])
-    assert INTERPRETED or found[is_nan].isnan().all()  # the interpreter knows no NaN of e4m3
+    assert INTERPRETED or found[is_nan].isnan().all()  # the interpreter has no NaN of e4m3
 
 
 @pytest.mark.parametrize("exponent", range(-110, 120, 23))
-def test_queries_of_any_range_are_exact(exponent: int, device: torch.device) -> None:
-    """Numbers of bfloat16 with 2^28 between the largest and the least of a row."""
+def test_scaled_queries_of_any_range_are_exact(exponent: int, device: torch.device) -> None:
+    """Values of bfloat16; the largest of a row is up to 2^28 times the smallest."""
     generator = torch.Generator().manual_seed(exponent + 200)
     leading = torch.randint(128, 256, (16, 16), generator=generator) / 128.0
     sign = torch.randint(0, 2, (16, 16), generator=generator) * 2.0 - 1.0
     powers = torch.randint(exponent - 28, exponent + 1, (16, 16), generator=generator)
     q = (sign * leading * 2.0 ** powers.double()).float()
     q[3, 5] = 0.0
-    q = q.where(q.abs() > 1e-37, torch.zeros(()))  # without numbers that lack precision themselves
+    q = q.where(q.abs() > 1e-37, torch.zeros(()))  # drop values that are near subnormal
     assert torch.equal(q, q.bfloat16().float())
     scaled, factors = scaled_rows(q.to(device), 0.5)
     assert float(scaled.abs().max()) < 2**15
     assert torch.equal(scaled.double() * factors.double() * 2, q.to(device).double())
 
 
-def test_queries_of_zeros_and_with_nan(device: torch.device) -> None:
+def test_scaled_queries_keep_zeros_nan_and_infinity(device: torch.device) -> None:
     q = torch.zeros(4, 16, device=device)
     q[1, 2], q[2, 3] = torch.nan, torch.inf
     q[3, 4] = 1e-38

@@ -1,4 +1,4 @@
-"""Moves of whole blocks against index_select and index_copy_."""
+"""Compare copy, gather and scatter of whole blocks with torch's indexing."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest, device: torch.device) -> tuple[torch.Tensor, int]:
-    """A tensor in which no two bytes in a row are the same, and the dimension of its blocks."""
+    """Return a tensor of random bytes, and the dimension of its blocks."""
     shape, dtype, dim = LAYOUTS[request.param]
     size = int(np.prod(shape)) * dtype.itemsize
     values = np.random.default_rng(1).integers(0, 120, size, dtype=np.uint8)
@@ -42,7 +42,9 @@ def ids(*blocks: int, device: torch.device, dtype: torch.dtype = torch.int32) ->
     return torch.tensor(blocks, dtype=dtype, device=device)
 
 
-def test_copies(layout: tuple[torch.Tensor, int], device: torch.device) -> None:
+def test_copy_blocks_equals_indexing(
+    layout: tuple[torch.Tensor, int], device: torch.device
+) -> None:
     kv, dim = layout
     source, destination = [4, 0, 4], [1, 6, 3]
     wanted = kv.clone().movedim(dim, 0)
@@ -52,7 +54,9 @@ def test_copies(layout: tuple[torch.Tensor, int], device: torch.device) -> None:
     assert same_bits(kv, wanted.movedim(0, dim))
 
 
-def test_gathers(layout: tuple[torch.Tensor, int], device: torch.device) -> None:
+def test_gather_blocks_equals_indexing(
+    layout: tuple[torch.Tensor, int], device: torch.device
+) -> None:
     kv, dim = layout
     before = kv.clone()
     found = kernels.gather_blocks(kv, ids(5, 0, 5, device=device), dim)
@@ -60,7 +64,7 @@ def test_gathers(layout: tuple[torch.Tensor, int], device: torch.device) -> None
     assert found.is_contiguous() and same_bits(kv, before)
 
 
-def test_gathers_into_memory_that_is_there(
+def test_gather_blocks_fills_the_given_memory(
     layout: tuple[torch.Tensor, int], device: torch.device
 ) -> None:
     kv, dim = layout
@@ -71,7 +75,9 @@ def test_gathers_into_memory_that_is_there(
     assert same_bits(out, wanted) and not whole[wanted.nbytes :].any()
 
 
-def test_scatters(layout: tuple[torch.Tensor, int], device: torch.device) -> None:
+def test_scatter_blocks_equals_indexing(
+    layout: tuple[torch.Tensor, int], device: torch.device
+) -> None:
     kv, dim = layout
     wanted = kv.clone().movedim(dim, 0)
     values = wanted[[1, 2]].contiguous()
@@ -81,9 +87,11 @@ def test_scatters(layout: tuple[torch.Tensor, int], device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("sizes", [(1, 2**17, 2**14 + 1), (3, 2**15, 2**15 + 1)])
-def test_blocks_beyond_32_bits(sizes: tuple[int, int, int], device: torch.device) -> None:
-    """The last block, or one of the last line, begins behind 2^31 of the units, which are bytes
-    for blocks of an odd size."""
+def test_block_offsets_may_exceed_32_bits(
+    sizes: tuple[int, int, int], device: torch.device
+) -> None:
+    """The last block, or one of the last line, begins after 2^31 units. A unit is a byte for
+    blocks of an odd size."""
     lines, last, size = sizes
     kv = lazy_zeros((1, 1, lines, last + 1, 1, size), torch.uint8, device)
     kv[..., last, :, :] = 3
@@ -94,7 +102,7 @@ def test_blocks_beyond_32_bits(sizes: tuple[int, int, int], device: torch.device
     assert not kv[..., last, :, :].any()
 
 
-def test_no_blocks(device: torch.device) -> None:
+def test_no_blocks_change_nothing(device: torch.device) -> None:
     kv = torch.ones(2, 1, 1, 3, 2, 4, device=device)
     kernels.copy_blocks(kv, torch.empty(2, 0, dtype=torch.int32, device=device))
     gathered = kernels.gather_blocks(kv, ids(device=device))
@@ -103,8 +111,8 @@ def test_no_blocks(device: torch.device) -> None:
     assert bool((kv == 1).all())
 
 
-def test_chains_of_copies_take_gather_and_scatter(device: torch.device) -> None:
-    """Block 1 is copied to 2 and then given away, as the place of another copy."""
+def test_chained_copies_use_gather_and_scatter(device: torch.device) -> None:
+    """Block 1 is copied to block 2, and then overwritten by another copy."""
     source, destination = np.array([1, 0], np.int32), np.array([2, 1], np.int32)
     assert not kernels.can_copy_at_once(source, destination)
     assert kernels.can_copy_at_once(source, np.array([2, 3], np.int32))
@@ -117,7 +125,7 @@ def test_chains_of_copies_take_gather_and_scatter(device: torch.device) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels' functions that were called; operations take them without a GPU, too."""
+    """Record the kernel functions that are called; operations use them without a GPU, too."""
     if INTERPRETED:
         monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
     names = []
@@ -131,8 +139,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_blocks_of_megabytes(device: torch.device) -> None:
-    """States of 32 heads of 128 x 128, of two layers."""
+def test_copies_take_blocks_of_megabytes(device: torch.device) -> None:
+    """A block has the states of 32 heads of 128 x 128, in two layers."""
     size = 32 * 128 * 128 + 3 * 8192
     group = CacheGroup("state", (0, 1), state_size=size)
     memory = KVMemory(KVLayout((group,), (4,), 16, torch.float16, device, "int8"))
@@ -144,10 +152,10 @@ def test_blocks_of_megabytes(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8"])
-def test_a_groups_copies_are_one_launch(
+def test_copies_of_a_cache_group_take_one_launch(
     kv_format: str, launched: list[str], device: torch.device
 ) -> None:
-    """Of any dtype, float64 too; two for chains, where the last of two writes counts."""
+    """Chained copies take two launches, and the last write to a block wins. Any dtype works."""
     groups = (CacheGroup("full", (0, 2), 2, 8), CacheGroup("window", (1,), 2, 8, window=4))
     memory = KVMemory(KVLayout(groups, (7, 5), 2, torch.float64, device, kv_format))
     for kv in memory.kv:
@@ -164,10 +172,10 @@ def test_a_groups_copies_are_one_launch(
     assert all(same_bits(*pair) for pair in zip(memory.kv, before, strict=True))
 
 
-def test_what_crosses_is_what_was_there(device: torch.device) -> None:
-    """More than fits the slots, over blocks that change at once; streams of a GPU's own, if any."""
+def test_blocks_swapped_out_and_back_keep_their_contents(device: torch.device) -> None:
+    """More blocks are swapped than slots hold, and each changes right after. GPUs use streams."""
     group = CacheGroup("full", (0, 1), 8, 128)
-    layout = KVLayout((group,), (160,), 64, torch.float32, device)  # 1 MiB each, 16 of a part
+    layout = KVLayout((group,), (160,), 64, torch.float32, device)  # blocks of 1 MiB, 16 in a part
     memory = KVMemory(layout)
     kv, rng = memory.kv[0], np.random.default_rng(1)
     kv[...] = torch.arange(160, device=device)[:, None, None]

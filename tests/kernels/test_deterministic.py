@@ -1,7 +1,7 @@
 """A token has the same bits in any batch, in any chunks of its prompt, decoded or recomputed.
 
-The interpreter's products are numpy's, whose rows have other bits in other places of a matrix. Here
-products are sums in order, so that any difference comes from the kernels.
+The interpreter multiplies with numpy, where a row's bits depend on its position in the matrix. Here
+products are sums in a fixed order, so that any difference comes from the kernels.
 """
 
 import functools
@@ -45,7 +45,7 @@ from tests.support.models.paged_forward import RowPart, make_step
 from tests.support.models.reference_checkpoints import checkpoint
 
 SMALL = Cut(align=16, fixed_chunk=32, split_tiles=2, short_chunk=16, long_chunk=32)
-# A sequence as one prompt, in chunks of all kinds, and decoded.
+# A sequence as one prompt, in several chunkings, and decoded.
 LENGTH = 75
 BLOCK_BYTES = 2 * 2 * 2 * 4 * 8 * 4  # of the tiny llama, with 4 tokens of float32
 CHUNKINGS = {
@@ -57,7 +57,7 @@ CHUNKINGS = {
 
 
 def exact_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """Row and column alone decide an element's bits, and how many of their numbers come at once."""
+    """Compute bits that depend only on row, column, and how many inputs come in one call."""
     total = np.zeros_like(d.data)
     a_data, b_data = a.data.astype(total.dtype), b.data.astype(total.dtype)
     for k in range(a_data.shape[1]):
@@ -68,7 +68,7 @@ def exact_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
 @pytest.fixture(autouse=True)
 def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(attention_merge, "AT_ONCE", 2)  # since each takes its time
+        monkeypatch.setattr(attention_merge, "AT_ONCE", 2)  # each takes time
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact_dot)
 
 
@@ -76,7 +76,7 @@ def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_sequence(case: Case) -> tuple[Contents, Case]:
-    """The contents of row 0, and the case of it alone, all of whose tokens are new."""
+    """Return the contents of row 0, whose tokens are all new, and of three other rows."""
     case = replace(case, rows=((0, LENGTH), (20, 40), (70, 1), (0, 3)))
     return make_contents(case), case
 
@@ -88,8 +88,10 @@ def in_chunks(
     lens: Sequence[int],
     others: Sequence[int] = (),
 ) -> torch.Tensor:
-    """Results [T, N, H] of row 0's tokens, by steps of so many each. others: rows that stand
-    before it in every step, whose own keys are written before."""
+    """Return results [T, N, H] of row 0, computed in steps of `lens` tokens.
+
+    others: rows that precede it in every step; their earlier keys are written first.
+    """
     layout, tables = backend._layout, case.tables(seed=len(lens))
     if others:
         write_before(backend, case, contents, tables)
@@ -151,7 +153,7 @@ QUICK_CASES = ("sinks_window", "int8")
         for name, case in CASES.items()
     ],
 )
-def test_attention_in_any_chunks(case: Case, device: torch.device) -> None:
+def test_attention_has_the_same_bits_in_any_chunks(case: Case, device: torch.device) -> None:
     (_, wanted), *rest = all_chunkings(case, torch.float32, device)
     for name, got in rest:
         assert torch.equal(got, wanted), name
@@ -162,15 +164,19 @@ def test_attention_in_any_chunks(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_attention_of_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def test_attention_in_chunks_has_the_same_bits_in_every_dtype(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     (_, wanted), *rest = all_chunkings(CASES["plain"], dtype, device)
     for name, got in rest:
         assert torch.equal(got, wanted), name
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 20])
-def test_spans_do_not_change_the_bits_of_others(window: int | None, device: torch.device) -> None:
-    """Nor does a span that began in an earlier step, or who else is in the step."""
+def test_spans_do_not_change_the_bits_of_other_tokens(
+    window: int | None, device: torch.device
+) -> None:
+    """Nor do another row of the step, or a span's start in an earlier step."""
     case = Case(((0, 75), (20, 40)), 4, cut=SMALL, window=window, spans=((0, 10, 60),))
     contents, tables = make_contents(case), case.tables()
 
@@ -191,8 +197,8 @@ def test_spans_do_not_change_the_bits_of_others(window: int | None, device: torc
     torch.testing.assert_close(both.cpu().double(), wanted, rtol=0, atol=2e-5)
 
 
-def test_without_it_bits_differ(device: torch.device) -> None:
-    """That the tests above can fail."""
+def test_bits_differ_without_deterministic_mode(device: torch.device) -> None:
+    """This shows that the tests above can fail."""
     chunkings = all_chunkings(CASES["plain"], torch.float32, device, deterministic=False)
     (_, wanted), (_, got) = next(chunkings), next(chunkings)
     assert not torch.equal(got, wanted)
@@ -201,7 +207,7 @@ def test_without_it_bits_differ(device: torch.device) -> None:
 def test_less_memory_for_parts_gives_the_same_bits(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until no row is split, and nothing is left to be merged."""
+    """Memory shrinks until no row is split and nothing is merged."""
     case = replace(CASES["sinks"], rows=((100, 1), (90, 20), (0, 60)))
     contents, found, splits = make_contents(case), [], []
     for most in (1 << 28, 120 * 4 * 4 * (32 + 2), 90 * 4 * 4 * (32 + 2), 0):
@@ -224,8 +230,8 @@ def test_less_memory_for_parts_gives_the_same_bits(
         pytest.param(Cut(), id="usual", marks=pytest.mark.slow),
     ],
 )
-def test_who_does_a_chunk_changes_nothing(cut: Cut, device: torch.device) -> None:
-    """With more parts than are loaded together, and with chunks as they are."""
+def test_splitting_a_row_does_not_change_its_bits(cut: Cut, device: torch.device) -> None:
+    """There are more parts than are loaded together; one case has the usual chunks."""
     before = 300 if cut.align == 16 else 1100
     case = Case(((before, 1), (before - 10, 21)), cut=cut, group_size=4)
     contents = make_contents(case)
@@ -240,7 +246,7 @@ def test_who_does_a_chunk_changes_nothing(cut: Cut, device: torch.device) -> Non
 
 
 class Launches:
-    """Stands for a kernel, and notes how it was launched."""
+    """Wrap a kernel and record the fusion option of each launch."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.fuses = kernel, []
@@ -254,10 +260,10 @@ class Launches:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_compilers_choose_no_products_to_fuse_with_sums(
+def test_deterministic_mode_disables_fused_multiply_adds(
     deterministic: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter never does. Else it is as fast as can be."""
+    """The default mode lets the compiler fuse. The interpreter never fuses."""
     case = Case(((70, 1), (20, 9)), cut=SMALL)
     attend = Launches(attention._attention_kernel)
     name = "_ordered_kernel" if deterministic else "_merge_kernel"
@@ -277,7 +283,7 @@ def test_compilers_choose_no_products_to_fuse_with_sums(
 def loaded(
     architecture: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[torch.nn.Module, KVLayout]:
-    """The model as a GPU has it, and a layout for its keys and values."""
+    """Return the model with the layers that a GPU uses, and a layout for its KV memory."""
     monkeypatch.setattr(device_weights, "can_pack", lambda dtype, device: False)
     monkeypatch.setattr(experts, "experts_class", lambda device: experts.StackedExperts)
     folder = checkpoint(architecture)
@@ -295,8 +301,10 @@ def states_and_logits(
     others: Sequence[int] = (),
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a prompt's tokens, computed by steps of so many each. others: tokens of other prompts,
-    which stand before it in every step."""
+    """Return hidden states and logits of a prompt, computed in steps of `lens` tokens.
+
+    others: lengths of other prompts, which precede it in every step.
+    """
     backend = TritonBackend(layout, deterministic=deterministic, cut=MODEL_CUT)
     prompt = [(7 * i + i * i) % 97 for i in range(sum(lens))]
     found, start = [], 0
@@ -338,7 +346,7 @@ STEPS = {
         ("mistral", False),
     ],
 )
-def test_models(
+def test_models_give_the_same_bits_in_any_batch(
     architecture: str,
     half: bool,
     device: torch.device,
@@ -361,7 +369,7 @@ def test_models(
         torch.testing.assert_close(other, states, atol=1e-4, rtol=1e-4)
 
 
-def test_logprobs_of_a_row_among_others(device: torch.device) -> None:
+def test_logprobs_of_a_row_do_not_depend_on_the_batch(device: torch.device) -> None:
     logits = torch.randn(9, 5000, generator=torch.Generator().manual_seed(0)).to(device)
     chosen = torch.arange(9, device=device) * 500
     together = token_logprobs(logits, chosen, 3)
@@ -384,7 +392,7 @@ SETTINGS: dict[str, Any] = {
     "disable_log_stats": True,
     "kv_cache_memory_bytes": 24 * BLOCK_BYTES,
 }
-# What is asked for beside the prompt, and settings; each request is sent twice.
+# Number of other requests, and settings; each request is sent twice.
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "in a batch": (2, {}),
     "in chunks, without a cache": (
@@ -396,9 +404,9 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def answers(num_others: int, settings: dict[str, Any]) -> list[Any]:
-    """Tokens and log-probabilities of the prompt's answer, sent twice: the second finds a cache."""
+    """Return tokens and logprobs of the prompt's two responses; the second has a prefix hit."""
     where = {"device": "cpu" if INTERPRETED else "cuda"}
-    # The others begin small and grow while the last, who is preempted first, is computed.
+    # The others start small and grow while the last, which is preempted first, is computed.
     drawn = {"temperature": 0.9, "seed": 1, "logprobs": 1, "ignore_eos": True}
     params = [SamplingParams(**drawn, max_tokens=20) for _ in range(num_others)]
     params.append(SamplingParams(**drawn, max_tokens=5))
@@ -416,7 +424,7 @@ def answers(num_others: int, settings: dict[str, Any]) -> list[Any]:
 
 @functools.cache
 def answers_alone() -> list[Any]:
-    """What all others are compared with."""
+    """Return the responses to the prompt alone, which all others must equal."""
     return answers(0, {"deterministic": True})
 
 
@@ -426,7 +434,7 @@ def answers_alone() -> list[Any]:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES),
     ],
 )
-def test_a_request_has_the_same_bits(
+def test_request_has_the_same_bits_in_any_engine(
     engine: str,
     used: set[str],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -439,6 +447,6 @@ def test_a_request_has_the_same_bits(
     assert "matmul" in used
 
 
-def test_a_cpu_has_no_such_mode() -> None:
+def test_cpu_rejects_deterministic_mode() -> None:
     with pytest.raises(ConfigError, match="deterministic is only for GPUs"):
         LLM(str(checkpoint("llama")), device="cpu", deterministic=True)

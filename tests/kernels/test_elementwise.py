@@ -27,13 +27,13 @@ INVALID = (TypeError, ValueError, AttributeError, AssertionError, IncompatibleTy
 
 @pytest.fixture(scope="module")
 def originals() -> dict[str, Any]:
-    """What the planned operators replace, by name."""
+    """Return the operators that the planned ones replace, by name."""
     interpreter._patch_lang(None)  # the first launch does so, too
     return interpreter._patch_lang.operators.originals
 
 
 def make(dtype: Any, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """A block, or a scalar for an empty shape."""
+    """Return a random block, or a scalar for an empty shape."""
     kind = tl.block_type(dtype, list(shape)) if shape else dtype
     data = rng.integers(1, 9, shape or (1,)) * rng.choice([-1, 1])
     array = (data > 0) if dtype == tl.int1 else data.astype(interpreter._get_np_dtype(dtype))
@@ -41,7 +41,7 @@ def make(dtype: Any, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
 
 
 def outcome(operator: Any, *operands: Any) -> Any:
-    """The result's types, shape and bits, or which error is raised."""
+    """Return the result's types, shape and bits, or the type of the error."""
     try:
         with np.errstate(all="ignore"):
             result = operator(*operands)
@@ -58,14 +58,14 @@ def outcome(operator: Any, *operands: Any) -> Any:
 
 
 def check(planned: Any, original: Any, *makers: Any) -> None:
-    """The first operands make a plan, which other operands of the same types then follow."""
+    """Compare twice: the first call makes a plan, the second follows it with new operands."""
     for _ in range(2):
         operands = [make() for make in makers]
         assert outcome(planned, *operands) == outcome(original, *operands), (original, operands)
 
 
 def operand_pairs(rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
-    """Each pair of types in two of the pairs of shapes, and each type with numbers."""
+    """Yield each pair of types in two pairs of shapes, and each type with numbers."""
     shapes = itertools.cycle(SHAPES)
     for left, right in itertools.product(DTYPES, DTYPES):
         for a, b in itertools.islice(shapes, 2):
@@ -92,20 +92,22 @@ def operand_pairs(rng: np.random.Generator) -> Iterator[tuple[Any, Any]]:
         *("__rlshift__", "maximum"),
     ),
 )
-def test_operators_of_two(name: str, originals: dict[str, Any]) -> None:
+def test_planned_binary_operators_equal_the_originals(name: str, originals: dict[str, Any]) -> None:
     planned = getattr(tl if name in FUNCTIONS else tl.tensor, name)
     for left, right in operand_pairs(np.random.default_rng(0)):
         check(planned, originals[name], left, right)
 
 
 @pytest.mark.parametrize("shape", [(), (4, 2)])
-def test_where(shape: tuple[int, ...], originals: dict[str, Any]) -> None:
+def test_planned_where_equals_the_original(
+    shape: tuple[int, ...], originals: dict[str, Any]
+) -> None:
     rng = np.random.default_rng(0)
     for left, right in operand_pairs(rng):
         check(tl.where, originals["where"], lambda: make(tl.int1, shape, rng), left, right)
 
 
-def test_casts_and_indices(originals: dict[str, Any]) -> None:
+def test_planned_casts_and_indexing_equal_the_originals(originals: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     for source, shape in itertools.product(DTYPES, ((), (4,), (4, 2))):
         operand = lambda source=source, shape=shape: make(source, shape, rng)  # noqa: E731
@@ -116,7 +118,7 @@ def test_casts_and_indices(originals: dict[str, Any]) -> None:
             check(tl.tensor.__getitem__, get, operand, lambda index=index: index)
 
 
-def test_broadcasts(originals: dict[str, Any]) -> None:
+def test_planned_broadcasts_equal_the_originals(originals: dict[str, Any]) -> None:
     rng = np.random.default_rng(0)
     semantic = interpreter.interpreter_semantic
 

@@ -1,4 +1,4 @@
-"""Products of one to four rows: near float64, no row mixed with another, taken where they serve."""
+"""Products of one to four rows: accuracy, independence of rows, and where `linear` uses them."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.kernels.test_model import SETTINGS, used  # noqa: F401 (a fixture)
 from tests.kernels.test_step_bytes import CONFIG, Launches, Traffic
 
 EPSILON = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-# Outputs, inputs: one step; a part of one; several, of which the last is a part; wide steps.
+# Outputs, inputs: one step; a partial step; several, the last partial; wide steps.
 SIZES = [(13, 256), (7, 768), (9, 1024), (5, 3072), (5, 5120), (3, 8176), (3, 14336), (2, 16400)]
 
 
@@ -32,8 +32,10 @@ def weight_of(
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_it_is_a_product(size: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Of one to four rows, rounded once: half of a last place off, and what float32 adds to it."""
+def test_few_rows_equals_a_float64_product(
+    size: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Results are rounded once: off by half a unit in the last place, plus float32's error."""
     outputs, inputs = size
     weight = weight_of(outputs, inputs, dtype, device)
     bias = numbers(outputs, seed=3, dtype=dtype, device=device)
@@ -48,8 +50,7 @@ def test_it_is_a_product(size: tuple[int, int], dtype: torch.dtype, device: torc
         torch.testing.assert_close(got.double(), wanted, atol=2e-6, rtol=EPSILON[dtype])
 
 
-def test_a_row_is_the_same_beside_another(device: torch.device) -> None:
-    """To the last bit, whatever the other one holds."""
+def test_row_has_the_same_bits_alongside_any_other(device: torch.device) -> None:
     weight = weight_of(9, 1024, torch.float16, device)
     x = numbers(4, 1024, seed=2, dtype=torch.float16, device=device)
     alone = torch.cat([kernels.few_rows(row[None], weight) for row in x])
@@ -61,23 +62,22 @@ def test_a_row_is_the_same_beside_another(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("inputs", [272, 2048, 3056])
-def test_what_stands_beside_it_is_not_read(inputs: int, device: torch.device) -> None:
-    """Rows that are a part of a wider tensor, and memory before and behind the weight and them."""
+def test_memory_around_the_operands_is_not_read(inputs: int, device: torch.device) -> None:
+    """The rows are a slice of a wider tensor; memory around them and the weight is NaN."""
     wide = numbers(4, inputs + 48, seed=1, dtype=torch.float16, device=device)
     around = weight_of(7, inputs, torch.float16, device, seed=2)
     x, weight = wide[1:3, 16 : 16 + inputs], around[1:6]
     wanted = kernels.few_rows(x.clone(), weight.clone())
-    kept_x, kept_weight = x.clone(), weight.clone()
+    saved_x, saved_weight = x.clone(), weight.clone()
     wide.fill_(torch.nan)
     around.fill_(torch.nan)
-    x.copy_(kept_x)
-    weight.copy_(kept_weight)
+    x.copy_(saved_x)
+    weight.copy_(saved_weight)
     assert torch.equal(kernels.few_rows(x, weight), wanted)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="it looks into Triton's interpreter")
-def test_bytes_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight and the rows are read once, and nothing else."""
+def test_launch_reads_only_the_weight_and_the_rows_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     weight = weight_of(5, 3056, torch.float16, cpu)
     x = numbers(2, 3056, seed=2, dtype=torch.float16, device=cpu)
@@ -87,7 +87,7 @@ def test_bytes_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert traffic.launches == [("_few_rows_kernel", weight.nbytes + x.nbytes + out.nbytes)]
 
 
-def test_a_steps_tile() -> None:
+def test_tile_of_a_step_depends_on_rows_and_inputs() -> None:
     inputs = (256, 768, 1024, 2048, 3072, 5120, 11008, 14336)
     one, two = ([kernels.step_tile(rows, each) for each in inputs] for rows in (1, 2))
     assert [each for _, each in one] == [256, 1024, 1024, 2048, 1024, 1024, 2048, 2048]
@@ -95,9 +95,8 @@ def test_a_steps_tile() -> None:
     assert {a * b for a, b in one} == {2048} and {a * b for a, b in two[:6]} == {4096}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="only a GPU records")
-def test_it_can_be_recorded(device: torch.device) -> None:
-    """What is replayed reads what is in x then."""
+@pytest.mark.skipif(INTERPRETED, reason="only a GPU records graphs")
+def test_replayed_launch_reads_current_inputs(device: torch.device) -> None:
     weight = weight_of(1024, 2048, torch.bfloat16, device)
     x = numbers(2, 2048, seed=2, dtype=torch.bfloat16, device=device)
     kernels.few_rows(x, weight)
@@ -109,13 +108,12 @@ def test_it_can_be_recorded(device: torch.device) -> None:
     assert torch.equal(out, kernels.few_rows(x, weight))
 
 
-# ---- where it is taken -----------------------------------------------------------------------
+# ---- where it is used ------------------------------------------------------------------------
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each product that the kernel made, where operations are told that tensors are on a
-    GPU."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the number of rows of each of the kernel's products; operations take a GPU's path."""
     found: list[int] = []
     product = kernels.few_rows
     monkeypatch.setattr(kernels, "few_rows", lambda x, *a: found.append(len(x)) or product(x, *a))
@@ -125,7 +123,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "outputs", "inputs", "is_taken"),
+    ("num_rows", "outputs", "inputs", "is_used"),
     [
         (1, 9, 256, True),
         (2, 2051, 256, True),
@@ -134,26 +132,26 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (5, 9, 256, False),
         (0, 9, 256, False),
         (1, 9, 240, False),  # less than a step
-        (1, 9, 264, False),  # rows that begin between loads
+        (1, 9, 264, False),  # rows that are not aligned to loads
         (1, 1, 32768, True),
         (1, 1, 32768 + 16, False),  # more steps than are unrolled
         (1, 0, 256, False),
     ],
 )
-def test_linear_takes_it(
-    num_rows: int, outputs: int, inputs: int, is_taken: bool, taken: list[int], device: torch.device
+def test_linear_uses_few_rows_for_suitable_sizes(
+    num_rows: int, outputs: int, inputs: int, is_used: bool, calls: list[int], device: torch.device
 ) -> None:
     weight = weight_of(outputs, inputs, torch.float16, device)
     bias = numbers(outputs, seed=3, dtype=torch.float16, device=device)
     x = numbers(num_rows, inputs, seed=2, dtype=torch.float16, device=device)
     got = linear(x, weight, bias)
-    assert taken == [num_rows] * is_taken
+    assert calls == [num_rows] * is_used
     wanted = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     torch.testing.assert_close(got.double(), wanted, atol=4e-3, rtol=4e-3)
 
 
-def test_linear_leaves_others_to_torch(taken: list[int], device: torch.device) -> None:
-    """Other dtypes, other dimensions, weights that are no plain rows."""
+def test_linear_leaves_other_operands_to_torch(calls: list[int], device: torch.device) -> None:
+    """Other dtypes, other dimensions, weights that are not plain rows."""
     for dtype in (torch.float32, torch.float64):
         x, weight = torch.ones(1, 256, dtype=dtype), torch.ones(9, 256, dtype=dtype)
         linear(x.to(device), weight.to(device))
@@ -162,15 +160,16 @@ def test_linear_leaves_others_to_torch(taken: list[int], device: torch.device) -
     linear(x[None], weight)
     linear(x[0], weight)
     linear(x, torch.ones(256, 9, dtype=torch.float16, device=device).T)
-    assert not taken
+    assert not calls
     linear(x, FixedOrderWeight(weight))
-    assert not taken
+    assert not calls
     linear(x, weight)
-    assert taken == [1]
+    assert calls == [1]
 
 
-def test_large_weights_are_the_librarys(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the bound, and not a row more."""
+def test_weights_above_the_limit_are_not_served(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.ones(1, 256, dtype=torch.float16)
     monkeypatch.setattr(kernels, "MAX_WEIGHT_BYTES", (9 * 256 * 2, 5 * 256 * 2))
     for rows, most in ((1, 9), (2, 5)):
@@ -179,19 +178,19 @@ def test_large_weights_are_the_librarys(taken: list[int], monkeypatch: pytest.Mo
         assert not kernels.serves(rows_of_x, torch.ones(most + 1, 256, dtype=torch.float16))
 
 
-def test_on_a_cpu_it_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_on_a_cpu_does_not_call_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "few_rows", None)
     x = torch.ones(1, 256, dtype=torch.float16)
     assert linear(x, torch.ones(9, 256, dtype=torch.float16)).tolist() == [[256.0] * 9]
 
 
-def test_a_model_with_it(
+def test_few_rows_does_not_change_a_models_tokens(
     used: set[str],  # noqa: F811
-    taken: list[int],
+    calls: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two rows decode, then one: the tokens of torch's products, and nearly their logarithms."""
+    """Two rows decode, then one. torch's products give the same tokens and close logprobs."""
     sizes = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 1, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes), encoding="utf-8")
     settings = SETTINGS | {"dtype": "float16", "load_format": "dummy", "max_model_len": 32}
@@ -205,8 +204,8 @@ def test_a_model_with_it(
         monkeypatch.setattr(kernels, "MAX_WEIGHT_BYTES", 4 * (limit,))
         with LLM(str(tmp_path), **settings) as llm:
             outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
-        assert set(taken) >= {1, 2} if limit else not taken
-        taken.clear()
+        assert set(calls) >= {1, 2} if limit else not calls
+        calls.clear()
         found.append(outputs)
     for got, wanted in zip(*found, strict=True):
         assert got.token_ids == wanted.token_ids

@@ -30,11 +30,11 @@ from tests.support.models.reference_checkpoints import checkpoint as tiny
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the steps of these tests are on the CPU")
 
 CPU = torch.device("cpu")
-SCALES = {0: (0.005, 0.003), 1: (0.011, 0.02), 2: (0.1, 0.007)}  # some numbers are cut off
+SCALES = {0: (0.005, 0.003), 1: (0.011, 0.02), 2: (0.1, 0.007)}  # some values saturate
 
 
 class Fp8Reference(ReferenceBackend):
-    """Stores what is left of keys and values in fp8."""
+    """Store keys and values after a conversion to fp8 and back."""
 
     def __init__(self, layout: KVLayout, scales: dict[int, tuple[float, float]]) -> None:
         super().__init__(layout)
@@ -47,7 +47,7 @@ class Fp8Reference(ReferenceBackend):
 
 @pytest.fixture(autouse=True)
 def right_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's own rounding to fp8 does not carry into the exponent."""
+    """Replace the interpreter's rounding to fp8, which does not carry into the exponent."""
     convert = interpreter._convert_float
 
     def to_fp8(values: np.ndarray, before: tl.dtype, after: tl.dtype, mode: object) -> np.ndarray:
@@ -81,7 +81,7 @@ def layout_of(checkpoint: Checkpoint, kv_format: str) -> KVLayout:
 
 
 def logits_of(checkpoint: Checkpoint, model: torch.nn.Module, backend: AttentionBackend):
-    """Of a prompt in two chunks, and of tokens alone."""
+    """Return the logits of a prompt in two chunks, and of single tokens."""
     (tokens,) = random_tokens(14)
     groups, found = len(checkpoint.spec.cache_groups), []
     for start, end in ((0, 7), (7, 12), (12, 13), (13, 14)):
@@ -93,9 +93,7 @@ def logits_of(checkpoint: Checkpoint, model: torch.nn.Module, backend: Attention
 @pytest.mark.parametrize(
     ("checkpoint", "name"), in_turn(MODELS, ["triton", "cpu"]), indirect=["checkpoint"]
 )
-def test_logits_are_those_of_the_reference_with_fp8_numbers(
-    checkpoint: Checkpoint, name: str
-) -> None:
+def test_logits_equal_the_reference_with_fp8_values(checkpoint: Checkpoint, name: str) -> None:
     directory, spec = checkpoint.directory, checkpoint.spec
     scales = kv_scales(directory, spec)
     wanted_scales = {layer: tuple(np.float32(pair).tolist()) for layer, pair in SCALES.items()}
@@ -110,8 +108,8 @@ def test_logits_are_those_of_the_reference_with_fp8_numbers(
     assert (unscaled - wanted).abs().mean() > 20 * (got - wanted).abs().mean() + 0.01
 
 
-def test_an_engine_takes_it_by_vllms_name() -> None:
-    """And has four times as many blocks as with float32."""
+def test_engine_accepts_vllms_name_of_fp8() -> None:
+    """The cache has four times as many blocks as with float32."""
     settings = {"attention_backend": "triton", "dtype": "float32", "device": "cpu"}
     settings |= {"kv_cache_memory_bytes": 1 << 18, "disable_log_stats": True}
     blocks = {}
@@ -125,7 +123,7 @@ def test_an_engine_takes_it_by_vllms_name() -> None:
     assert blocks["fp8"] == 4 * blocks["auto"]
 
 
-def test_who_has_no_fp8_says_what_to_do(
+def test_unsupported_fp8_error_suggests_an_alternative(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = layout_of(checkpoint, "fp8")

@@ -1,4 +1,4 @@
-"""Products of e4m3 with e4m3, of many tokens: what is rounded, and that only that is."""
+"""Products of e4m3 activations and weights for many tokens: only the activations are rounded."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def stored(inputs: int, group: int) -> Float8Rows:
 
 
 def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Each row in e4m3, scaled to 448, or each `group` of its inputs."""
+    """Return rows rounded to e4m3; each `group` of inputs is scaled to 448."""
     inputs = x.shape[1]
     padded = torch.nn.functional.pad(x.float(), (0, -inputs % group)).unflatten(1, (-1, group))
     largest = padded.abs().amax(-1, keepdim=True)
@@ -50,10 +50,10 @@ def rounded(x: torch.Tensor, group: int) -> torch.Tensor:
         pytest.param(2200, 128, marks=pytest.mark.slow),
     ],
 )
-def test_a_product_of_rounded_activations(
+def test_product_equals_that_of_rounded_activations(
     inputs: int, group: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """More tokens than a tile has, a row of zeros, and rows that are a part of others."""
+    """There are more tokens than in a tile, a row of zeros, and x is a slice of wider rows."""
     rows = stored(inputs, group)
     wide = random(135, inputs + 9, seed=2).to(dtype)
     wide[3] = 0.0
@@ -65,7 +65,7 @@ def test_a_product_of_rounded_activations(
     got = fp8_matmul.matmul(wide.to(device)[:, 5 : 5 + inputs], packed, bias.to(device))
     assert got.dtype == dtype
     near = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    # Hopper's e4m3 instruction cuts each addend off at 13 bits below the largest.
+    # Hopper's e4m3 instruction truncates each addend at 13 bits below the largest.
     cut_off = 0.0 if INTERPRETED else 2.0**-11 * (rounded(x, group).abs() @ weight.abs().T)
     apart = (got.double().cpu() - wanted).abs()
     assert bool((apart <= near + near * wanted.abs() + cut_off).all()), apart.max()
@@ -74,9 +74,8 @@ def test_a_product_of_rounded_activations(
     assert 0.005 < error < 0.05, error
 
 
-def test_which_activations_are_rounded(device: torch.device) -> None:
-    """Those of many rows, where the order of sums is not fixed: else their number would change a
-    row."""
+def test_only_activations_of_many_rows_are_rounded(device: torch.device) -> None:
+    """With a fixed order of sums none are: a row must not depend on the number of rows."""
     weight = pack_for_gpu(stored(256, 128), device)
     many = torch.zeros(FEW_ROWS + 1, 256, dtype=torch.bfloat16, device=device)
     assert rounds_activations(many, weight)
@@ -86,7 +85,7 @@ def test_which_activations_are_rounded(device: torch.device) -> None:
     assert not rounds_activations(many, pack_for_gpu(stored(256, 64), device))
 
 
-def test_many_rows_take_it(device: torch.device) -> None:
+def test_multiply_uses_fp8_matmul_for_many_rows(device: torch.device) -> None:
     rows = stored(256, 256)
     x = random(FEW_ROWS + 2, 256, seed=2).half().to(device)
     weight = pack_for_gpu(rows, device)

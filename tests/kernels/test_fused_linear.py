@@ -1,6 +1,6 @@
-"""Products of one or two rows with the norm before them, and the gate or the addition after them.
+"""Products of one or two rows, fused with a norm before them, and a gate or an addition after.
 
-They are near float64 and taken where they serve, so that a layer takes six launches.
+They are close to float64. A layer that uses them takes six launches.
 """
 
 import json
@@ -36,13 +36,13 @@ from tests.kernels.test_step_bytes import (
     step_of,
 )
 
-# Outputs, inputs: a part of a step; one step; several, of which the last is a part; many.
+# Outputs, inputs: a partial step; one step; several, the last partial; many.
 SIZES = [(13, 256), (5, 1024), (5, 2048), (7, 2896), (3, 8192)]
 EPS = 1e-5
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype, roundings: int = 1) -> None:
-    """Within half a last place for each rounding to the dtype, and what float32 adds to it."""
+    """Compare within half a unit in the last place per rounding, plus float32's error."""
     assert got.dtype == dtype and got.shape == wanted.shape
     bound = roundings * EPSILON[dtype]
     torch.testing.assert_close(
@@ -56,10 +56,10 @@ def normed(x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_norm_before_a_product(
+def test_normed_product_equals_float64(
     size: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Rounded once, at the end."""
+    """The result is rounded once."""
     outputs, inputs = size
     weight = weight_of(outputs, inputs, dtype, device)
     bias = numbers(outputs, seed=3, dtype=dtype, device=device)
@@ -70,12 +70,12 @@ def test_a_norm_before_a_product(
         both = kernels.normed(x, norm, EPS, weight, b)
         close(both, wanted, dtype)
         alone = torch.cat([kernels.normed(row[None], norm, EPS, weight, b) for row in x])
-        assert torch.equal(both, alone), "a row is the same alone"
+        assert torch.equal(both, alone), "a row depends on another"
 
 
 @pytest.mark.parametrize("gate", [silu_mul, gelu_mul, gelu_tanh_mul])
 @pytest.mark.parametrize("size", [(5, 512), (3, 2896)], ids=str)
-def test_a_gate_after_a_product(
+def test_gated_product_equals_float64(
     size: tuple[int, int], gate: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
     outputs, inputs = size
@@ -90,10 +90,10 @@ def test_a_gate_after_a_product(
 
 
 @pytest.mark.parametrize("size", [(13, 256), (5, 3072), (3, 14336)], ids=str)
-def test_an_addition_after_a_product(
+def test_fused_addition_has_the_bits_of_two_operations(
     size: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The product is rounded before, so the sum has the bits of two operations."""
+    """The product is rounded before it is added."""
     outputs, inputs = size
     weight = weight_of(outputs, inputs, dtype, device)
     bias = numbers(outputs, seed=3, dtype=dtype, device=device)
@@ -104,9 +104,9 @@ def test_an_addition_after_a_product(
         assert torch.equal(got, add(kernels.few_rows(x[:rows], weight, b), residual[:rows]))
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU has no launch that only seems to overlap")
-def test_weights_that_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits, and each launch waits once per program."""
+@pytest.mark.skipif(not INTERPRETED, reason="overlapping launches are simulated")
+def test_loading_weights_ahead_does_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each program waits once."""
     cpu, waits = torch.device("cpu"), list[int]()
     x, weight = numbers(2, 2896, seed=2, dtype=torch.float16, device=cpu), None
     weight = weight_of(6, 2896, torch.float16, cpu)
@@ -129,10 +129,10 @@ def test_weights_that_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="only a GPU lets launches overlap")
-def test_a_chain_of_overlapping_launches(
+def test_overlapping_launches_give_the_bits_of_sequential_ones(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recorded and replayed often, it gives the bits of launches one after another."""
+    """They run in a chain, which is recorded and replayed 1,000 times."""
     if torch.cuda.get_device_capability(device) < (9, 0):
         pytest.skip("the device has no programmatic launch")
     size, inner, dtype = 1024, 3072, torch.bfloat16
@@ -168,14 +168,14 @@ def test_a_chain_of_overlapping_launches(
         (3, 9, 256, True, False),
         (0, 9, 256, True, False),
         (1, 9, 240, True, False),  # less than a step
-        (1, 9, 264, True, False),  # rows that begin between loads
+        (1, 9, 264, True, False),  # rows that are not aligned to loads
         (1, 2, 8192, True, True),
         (1, 2, 8192 + 16, True, False),  # more would spill registers
         (1, 2, 16384, False, True),
         (1, 2, 16384 + 16, False, False),
     ],
 )
-def test_what_is_fused(
+def test_products_are_fused_for_suitable_sizes(
     num_rows: int,
     outputs: int,
     inputs: int,
@@ -196,8 +196,7 @@ def test_what_is_fused(
     assert not fuses(x, weight, has_norm=has_norm)
 
 
-def test_elsewhere_they_are_separate_operations() -> None:
-    """To the last bit, on a CPU."""
+def test_cpu_runs_separate_operations_with_the_same_bits() -> None:
     x, norm, residual = torch.randn(3, 256), torch.rand(256), torch.randn(3, 10)
     weight, bias = torch.randn(10, 256), torch.randn(10)
     product = linear(rms_norm(x, norm, EPS), weight, bias)
@@ -220,14 +219,14 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_siz
     ("rows", "launches"),
     [pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 6), (2, 6), (3, 9))],
 )
-def test_launches_of_a_layer(
+def test_layer_takes_six_launches_for_one_or_two_rows(
     rows: int,
     launches: int,
     as_on_gpu: None,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Norms, gate and additions take no launch of their own, and no bytes but the stream's."""
+    """Norms, gate and additions need no extra launch, and move only the stream's bytes."""
     if not INTERPRETED:
         pytest.skip("it looks into Triton's interpreter")
     short = step_of(1, tmp_path / "short", monkeypatch, rows, WIDE)
@@ -254,7 +253,7 @@ def test_launches_of_a_layer(
         (True, True, 5),
     ],
 )
-def test_launches_of_a_recorded_layer_whose_keys_are_split(
+def test_switches_remove_launches_of_a_layer_with_split_keys(
     rotates_within: bool,
     merges_last: bool,
     launches: int,
@@ -262,7 +261,7 @@ def test_launches_of_a_recorded_layer_whose_keys_are_split(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The merge takes a launch, or none if the last program of a row and KV head merges. The
+    """The merge takes one launch, or none if the last program of a row and KV head merges. The
     rotation takes one, or none if attention rotates the heads."""
     if not INTERPRETED:
         pytest.skip("it looks into Triton's interpreter")
@@ -279,12 +278,12 @@ def test_launches_of_a_recorded_layer_whose_keys_are_split(
     assert [len(each) - launches * n for n, each in enumerate(names, 1)] == [STEP_LAUNCHES] * 2
 
 
-def test_a_model_with_it(
+def test_fusion_does_not_change_a_models_tokens(
     used: set[str],  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two rows decode, then one: the tokens of separate operations, and nearly their logarithms."""
+    """Two rows decode, then one. Separate operations give the same tokens and close logprobs."""
     config = CONFIG | WIDE | {"num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     settings = SETTINGS | {"dtype": "float16", "load_format": "dummy", "max_model_len": 32}

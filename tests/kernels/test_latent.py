@@ -1,4 +1,4 @@
-"""Latent attention in Triton against one softmax per row."""
+"""Compare Triton's latent attention with one softmax per row."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Latents, Cut]] = {
 def make_backend(
     case: Latents, cut: Cut, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> TritonBackend:
-    """With blocks full of NaN, the scales of int8 too."""
+    """Return a backend whose blocks are full of NaN, the scales of int8 too."""
     backend = TritonBackend(case.layout(dtype, device), cut=cut, **options)
     for kv in backend._memory.kv:
         kv.fill_({"auto": torch.nan, "int8": 255, "fp8": 127}[case.kv_format])
@@ -67,33 +67,36 @@ def check(
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, *CASES.keys() - {"heads_20", "heads_16", "uncut"}))
-def test_it_is_softmax(name: str, device: torch.device) -> None:
+def test_latent_attention_equals_softmax(name: str, device: torch.device) -> None:
     case, cut = CASES[name]
     steps = [(0, 39, 0, 0, 30), (7, 1, 2, 1, 3)] if name == "parts_of_heads" else STEPS
     check(case, cut, torch.float32, device, steps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def test_latent_attention_equals_softmax_in_every_dtype(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     check(*CASES["mixed"], dtype, device)
 
 
 @pytest.mark.parametrize("num_heads", [16, pytest.param(128, marks=pytest.mark.slow)])
-def test_deepseeks_shape(num_heads: int, device: torch.device) -> None:
+def test_latent_attention_takes_deepseeks_shape(num_heads: int, device: torch.device) -> None:
     case = Latents((21, 2), num_heads=num_heads, size=576, num_values=512)
     check(case, FINE, torch.float32, device, [(20, 0), (1, 2)])
 
 
 @pytest.mark.parametrize("num_heads", slow_but((4, 40), 4))
-def test_int8_is_softmax_of_what_is_stored(num_heads: int, device: torch.device) -> None:
+def test_int8_attention_equals_softmax_of_stored_values(
+    num_heads: int, device: torch.device
+) -> None:
     case = replace(CASES["mixed"][0], kv_format="int8", num_heads=num_heads)
     check(case, COARSE if num_heads > 32 else FINE, torch.float32, device)
 
 
 @pytest.mark.parametrize("is_fixed", slow_but((False, True), True))
-def test_fp8_in_products_of_float16(is_fixed: bool, device: torch.device) -> None:
-    """Large queries keep the range of their products. Numbers are those that fp8 has, since the
-    interpreter rounds others wrongly."""
+def test_fp8_products_in_float16_equal_softmax(is_fixed: bool, device: torch.device) -> None:
+    """Large queries must not overflow. Latents are exact in fp8: the interpreter rounds wrongly."""
     case = Latents(kv_format="fp8")
     contents = make_contents(case)
     latents = [(x.to(torch.float8_e4m3fn).float() / 32).half() for x in contents.latents]
@@ -107,10 +110,10 @@ def test_fp8_in_products_of_float16(is_fixed: bool, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("kv_format", slow_but(("auto", "int8"), "auto"))
-def test_a_fixed_cut_gives_the_same_bits(
+def test_fixed_cut_gives_the_same_bits_in_any_chunks(
     kv_format: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone and with others, as one prompt, in chunks and token by token."""
+    """Sequences run alone and together, as one prompt, in chunks and token by token."""
     if INTERPRETED:
         monkeypatch.setattr(attention_merge, "AT_ONCE", 2)
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact_dot)
@@ -134,7 +137,7 @@ def test_a_fixed_cut_gives_the_same_bits(
 
 
 def test_nothing_is_written_for_padding(device: torch.device) -> None:
-    """Slot -1, as of a recorded step's rows that are not used."""
+    """Unused rows of a recorded step have slot -1."""
     backend = make_backend(Latents(), FINE, torch.float32, device)
     kv = backend._layers[0]
     before = kv.k.clone()
@@ -144,7 +147,7 @@ def test_nothing_is_written_for_padding(device: torch.device) -> None:
     assert changed.nonzero()[:, 1:3].unique(dim=0).tolist() == [[1, 1]]
 
 
-def test_large_vectors_are_refused(device: torch.device) -> None:
+def test_large_latent_vectors_are_rejected(device: torch.device) -> None:
     layout = Latents(size=triton_gpu.MAX_LATENT + 2).layout(torch.float32, device)
     with pytest.raises(ConfigError, match="latent vectors of up to 640 numbers, not 642"):
         TritonBackend(layout)

@@ -1,4 +1,4 @@
-"""How kernels are launched, and compiled ahead of their launches."""
+"""Kernel launches, and compilation ahead of them."""
 
 import importlib
 import json
@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_each_launch_is_compiled_once_ahead_of_it(tmp_path: Path) -> None:
-    """In threads, without running; then nothing compiles. Without a GPU the compiler is real."""
+def test_each_launch_is_compiled_once_ahead_of_time(tmp_path: Path) -> None:
+    """Threads compile without running; later launches compile nothing. No GPU is needed."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "tests.support.kernels.compiled_launches"],
@@ -44,7 +44,7 @@ def test_each_launch_is_compiled_once_ahead_of_it(tmp_path: Path) -> None:
     assert found["threads"] == ["compiler"]
 
 
-def test_every_launched_function_can_be_compiled_ahead() -> None:
+def test_every_launched_function_can_be_compiled_ahead_of_time() -> None:
     """A function that is launched as `name[grid](...)` is a Kernel."""
     names = [each.name for each in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
     launched = []
@@ -57,8 +57,8 @@ def test_every_launched_function_can_be_compiled_ahead() -> None:
     assert all(isinstance(each, Kernel | InterpretedKernel) for each in launched)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="of the interpreter")
-def test_nothing_runs_within_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not INTERPRETED, reason="counts calls of the interpreter")
+def test_compiling_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.ones(2, 8), torch.ones(8)
     calls, run = [], InterpretedFunction.run
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Log-probabilities, ranks and most probable tokens against the torch reference."""
+"""Compare log-probabilities, ranks and most probable tokens with the torch reference."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from quire.ops.sampling import logprobs as reference
 from quire.ops.sampling.top_k import top_k_reference
 from tests.support.kernels.sampling_oracle import random_logits
 
-# Of a float32 log-probability beside float64. The kernel sums pairwise: 7 levels within a group of
+# Error of a float32 log-probability. The kernel sums pairwise: 7 levels within a group of
 # 128 and 11 over the 1,187 groups of the largest vocabulary, each with a relative error of 2**-24,
 # and exp with two more: 1.2e-6 of the sum, so as much of its logarithm. Two differences of values
 # below 32 add 2**-20 each: 1.9e-6.
@@ -30,7 +30,7 @@ def check(logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int) 
 
 @pytest.mark.parametrize("num_candidates", [0, 1, 5, 20])
 @pytest.mark.parametrize("vocab_size", [1, 50, 1000, 4099])
-def test_candidates(
+def test_logprobs_ranks_and_candidates_equal_the_reference(
     vocab_size: int, num_candidates: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     logits = random_logits(5, vocab_size, 3.0).to(dtype).to(device)
@@ -39,8 +39,10 @@ def test_candidates(
 
 
 @pytest.mark.parametrize("num_candidates", [3, 20])
-def test_ties_and_masked_tokens(num_candidates: int, device: torch.device) -> None:
-    """Few distinct logits, zeros of both signs, rows that hold fewer finite logits than asked."""
+def test_ties_and_masked_tokens_equal_the_reference(
+    num_candidates: int, device: torch.device
+) -> None:
+    """Few distinct logits, zeros of both signs, rows with fewer finite logits than candidates."""
     logits = random_logits(6, 700, 1.0).round()
     logits[:, ::5] *= -1
     logits[1, 12:] = -torch.inf
@@ -51,21 +53,21 @@ def test_ties_and_masked_tokens(num_candidates: int, device: torch.device) -> No
     check(logits.to(device), chosen, num_candidates)
 
 
-def test_many_candidates_are_left_to_the_reference(device: torch.device) -> None:
+def test_many_candidates_equal_the_reference(device: torch.device) -> None:
     check(random_logits(2, 300, 1.0).half().to(device), torch.tensor([3, 4], device=device), 100)
 
 
-def test_a_large_vocabulary_and_a_part_of_a_wider_tensor(device: torch.device) -> None:
+def test_logits_may_be_a_slice_with_a_large_vocabulary(device: torch.device) -> None:
     wide = random_logits(2, 151_936 + 64, 3.0).half().to(device)
     check(wide[:, 64:], torch.tensor([151_935, 7], device=device), 20)
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_no_rows_give_no_results(device: torch.device) -> None:
     empty = torch.empty(0, dtype=torch.int64, device=device)
     assert logprobs.token_logprobs(torch.empty(0, 9, device=device), empty, 3).ranks.shape == (0,)
 
 
-def test_rows_with_nan_name_tokens_of_the_vocabulary(device: torch.device) -> None:
+def test_rows_with_nan_return_valid_token_ids(device: torch.device) -> None:
     logits = random_logits(3, 300, 1.0)
     logits[0], logits[1, 7] = torch.nan, torch.nan
     chosen = torch.zeros(3, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Token masks on the device: the reference's logits, to the last bit."""
+"""Token masks on the device give the reference's logits, to the last bit."""
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from tests.support.kernels.sampling_oracle import random_logits
 @pytest.mark.parametrize(
     ("vocab_size", "num_words"), [(1, 1), (31, 1), (97, 4), (97, 3), (97, 6), (9000, 282)]
 )
-def test_masks(vocab_size: int, num_words: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Rows that are part of a wider tensor; places that are none."""
+def test_masks_equal_the_reference(
+    vocab_size: int, num_words: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Logits are a slice of a wider tensor; padding has place -1."""
     wide = random_logits(8, vocab_size + 9, 2.0).to(dtype).to(device)
     places = torch.tensor([5, 0, 7, 2, 3], dtype=torch.int32, device=device)
     words = words_of(random_allowed(5, vocab_size, num_words), num_words).to(device)

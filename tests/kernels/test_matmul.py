@@ -1,4 +1,4 @@
-"""Products with one order of sums: right, and the same bits for a row among any others."""
+"""Products with a fixed order of sums: accuracy, and the same bits for a row in any batch."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) ->
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("num_tokens", [0, 1, 64, 70])
-def test_it_is_a_product(
+def test_matmul_equals_a_float64_product(
     num_tokens: int, size: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     outputs, inputs = size
@@ -43,10 +43,10 @@ def test_it_is_a_product(
 
 
 @pytest.mark.parametrize("tile", [kernels.WIDE, kernels.NARROW], ids=str)
-def test_many_rows_and_outputs(
+def test_matmul_takes_many_rows_and_outputs(
     tile: kernels.Tile, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tiles of rows than a group has, and the last group is not full."""
+    """There are more row tiles than a group has, and the last group is not full."""
     monkeypatch.setattr(kernels, "TILE_OF_FLOAT32", tile)
     if not INTERPRETED:
         pytest.skip("float32 has a tile of its own")
@@ -55,20 +55,20 @@ def test_many_rows_and_outputs(
     torch.testing.assert_close(kernels.matmul(x, weight), x @ weight.T, atol=1e-4, rtol=1e-4)
 
 
-def test_what_stands_beside_rows_is_not_read(device: torch.device) -> None:
-    """Rows that are a part of a wider tensor, and memory behind the last one."""
+def test_memory_around_the_rows_is_not_read(device: torch.device) -> None:
+    """The rows are a slice of a wider tensor, which is NaN elsewhere."""
     wide = numbers(6, 50, seed=1, dtype=torch.float32, device=device)
     x = wide[1:4, 7:40]
     weight = numbers(20, 33, seed=2, dtype=torch.float32, device=device)
     wanted = kernels.matmul(x.clone(), weight)
-    keep = wide.clone()
+    saved = wide.clone()
     wide.fill_(torch.nan)
-    wide[1:4, 7:40] = keep[1:4, 7:40]
+    wide[1:4, 7:40] = saved[1:4, 7:40]
     assert torch.equal(kernels.matmul(x, weight), wanted)
 
 
-def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype, device: torch.device) -> None:
-    """Alone, and at any place of 1 to 130 rows."""
+def test_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, device: torch.device) -> None:
+    """It runs alone, and at several positions of up to 130 rows."""
     weight = numbers(70, 40, seed=1, dtype=dtype, device=device)
     bias = numbers(70, seed=2, dtype=dtype, device=device)
     x = numbers(130, 40, seed=3, dtype=dtype, device=device)
@@ -78,19 +78,19 @@ def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype, device: to
         assert torch.equal(got, whole[first:last]), (first, last)
 
 
-def test_the_tile_is_the_weights() -> None:
-    """Nothing of it depends on rows; few outputs are cut finely."""
+def test_tile_depends_only_on_the_weight() -> None:
+    """Few outputs have narrow tiles."""
     assert kernels.tile_for(4096, torch.bfloat16).outputs == 64
     assert kernels.tile_for(28672, torch.bfloat16).outputs == 128
     assert {kernels.tile_for(n, torch.float16).rows for n in (1, 4096, 150_000)} == {64}
 
 
-# ---- weights that ask for it -----------------------------------------------------------------
+# ---- weights with a fixed order --------------------------------------------------------------
 
 
 @pytest.fixture
 def factory(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> ParamFactory:
-    """Where operations take kernels."""
+    """Return a factory; operations use the kernels."""
     if INTERPRETED:
         monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
     return ParamFactory(torch.float32, device)
@@ -108,21 +108,21 @@ def tied_model(factory: ParamFactory) -> torch.nn.Module:
     return model
 
 
-def test_layers_of_a_deterministic_model(
+def test_make_deterministic_keeps_memory_and_tied_weights(
     factory: ParamFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tied table stays one, nothing is copied, and twice is as once."""
+    """A second call changes nothing more."""
     model = tied_model(factory)
     x = numbers(5, 16, seed=9, dtype=factory.dtype, device=factory.device)
     before, num_bytes = [model.layer(x), model.head(x)], model_bytes(model)
-    places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
+    addresses = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
     for _ in range(2):
         make_deterministic(model)
         assert isinstance(model.layer.weight, FixedOrderWeight)
         assert model.head.weight is model.embedding.weight
         assert model_bytes(model) == num_bytes
         after = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
-        assert after == places
+        assert after == addresses
         ids = torch.tensor([3, 39], device=factory.device)
         assert torch.equal(model.embedding(ids), model.head.weight[ids])
     called = []
@@ -135,8 +135,8 @@ def test_layers_of_a_deterministic_model(
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_where_there_is_no_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model stays as it was."""
+def test_make_deterministic_rejects_float64_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model stays unchanged."""
     monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
     model = tied_model(ParamFactory(torch.float32, torch.device("cpu")))
     model.layer.weight.data = model.layer.weight.data.double()

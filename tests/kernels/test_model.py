@@ -1,7 +1,7 @@
-"""Whole models through the kernels, as a GPU runs them: the same tokens as through torch.
+"""Whole models give the same tokens with the kernels as with torch's operations.
 
 Without a GPU the tensors stay on the CPU, where Triton's interpreter runs the kernels. Operations
-believe that they are on a GPU, and the C++ core is disabled.
+take a GPU's path, and the C++ core is disabled.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """Names of the kernel modules that were asked for and given."""
+    """Record the names of the kernel modules that are loaded."""
     found: set[str] = set()
     load = gpu.load_kernels
     monkeypatch.setattr(gpu, "load_kernels", lambda name: found.add(name) or load(name))
@@ -64,12 +64,14 @@ def run(architecture: str, dtype: str, device: str) -> tuple[list[list[int]], to
         "gemma2",
     ),
 )
-def test_the_same_tokens(architecture: str, used: set[str], monkeypatch) -> None:
+def test_kernels_generate_the_tokens_of_torch(
+    architecture: str, used: set[str], monkeypatch
+) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     tokens, logprobs = run(architecture, "float32", device)
     assert used >= {"norm", "embedding", "sampling.logprobs"}
     assert ("moe" in used) == (architecture == "qwen3_moe")
-    assert "moe" in used or "gate" in used  # experts have the gate in their products
+    assert "moe" in used or "gate" in used  # experts fuse the gate with their products
     used.clear()
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
     wanted, wanted_logprobs = run(architecture, "float32", device)
@@ -78,8 +80,8 @@ def test_the_same_tokens(architecture: str, used: set[str], monkeypatch) -> None
     torch.testing.assert_close(logprobs, wanted_logprobs, atol=2e-4, rtol=0)
 
 
-def test_a_seed_gives_the_same_text(used: set[str], monkeypatch) -> None:
-    """Plain and filtered rows beside each other."""
+def test_seeded_tokens_equal_those_of_torch(used: set[str], monkeypatch) -> None:
+    """Plain and filtered rows share the steps."""
     device = "cpu" if INTERPRETED else "cuda"
     plain = SamplingParams(temperature=0.9, seed=1, max_tokens=5, ignore_eos=True)
     filters = {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
@@ -90,12 +92,12 @@ def test_a_seed_gives_the_same_text(used: set[str], monkeypatch) -> None:
         with LLM(str(checkpoint("llama")), device=device, **SETTINGS) as llm:
             outputs = llm.generate(PROMPTS, [plain, filtered, plain], use_tqdm=False)
         found.append([output.outputs[0].token_ids for output in outputs])
-        assert ("row_deltas" in used) == has_triton  # and with it what else rows and tokens need
+        assert ("row_deltas" in used) == has_triton  # and other kernels for rows and tokens
         used.clear()
     assert found[0] == found[1]
 
 
-def test_float64_takes_torchs_operations(used: set[str]) -> None:
+def test_float64_uses_torchs_operations(used: set[str]) -> None:
     run("llama", "float64", "cpu" if INTERPRETED else "cuda")
-    # Rows, tokens by logits in float32, and moves of blocks, whatever is in them.
+    # Kernels for row state and moves of blocks do not depend on the dtype.
     assert used <= {"row_deltas", "blocks"}

@@ -1,4 +1,4 @@
-"""Routing, sorting and the experts' products against the torch reference.
+"""Compare routing, sorting and the experts' products with the torch reference.
 
 Covers `ops/kernels/moe_sort.py`.
 """
@@ -25,7 +25,7 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def some_ids(num_tokens: int, num_experts: int, num_chosen: int, seed: int = 0) -> torch.Tensor:
-    """Different experts for each token, some experts more often than others."""
+    """Return different experts for each token; some experts are more frequent."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(num_tokens, num_experts, generator=generator)
     scores *= torch.linspace(1.0, 3.0, num_experts)
@@ -38,7 +38,7 @@ def problem(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Problem:
-    """Arguments of moe_experts. sizes: experts, those of a token, model dim, feed-forward dim."""
+    """Return arguments of moe_experts. sizes: experts, experts per token, model and inner dim."""
     num_experts, num_chosen, size, inner = sizes
     return (
         numbers(num_tokens, size, seed=1, dtype=dtype, device=device),
@@ -61,7 +61,7 @@ def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "shape", [(0, 6, 2), (1, 6, 2), (7, 128, 8), (5, 60, 4), (4, 3, 3), (2, 1, 1)]
 )
-def test_route(
+def test_route_equals_the_reference(
     shape: tuple[int, int, int], normalises: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     num_tokens, num_experts, num_chosen = shape
@@ -72,8 +72,8 @@ def test_route(
     torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-5)
 
 
-def test_of_equal_logits_the_first_are_taken(device: torch.device) -> None:
-    """Also of such as are minus infinity; and from a part of a wider tensor."""
+def test_route_breaks_ties_by_the_lowest_expert_id(device: torch.device) -> None:
+    """Also among logits of minus infinity, and in a slice of a wider tensor."""
     low = -torch.inf
     rows = [[1.0, 3, 1, 3, 1, 1, 0, 3], [low, low, low, 2, low, low, low, low], [0.0] * 8]
     logits = torch.tensor(rows, device=device)
@@ -84,7 +84,7 @@ def test_of_equal_logits_the_first_are_taken(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("normalises", [True, False])
-def test_what_is_no_number_stays_in_its_row_and_names_experts_that_exist(
+def test_nan_logits_affect_only_their_row_and_give_valid_expert_ids(
     normalises: bool, device: torch.device
 ) -> None:
     logits = torch.zeros(3, 6, device=device)
@@ -96,11 +96,10 @@ def test_what_is_no_number_stays_in_its_row_and_names_experts_that_exist(
 
 @pytest.mark.parametrize("num_tokens", [3, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_fixed", [False, True])
-def test_rows_of_padding_that_are_no_numbers(
+def test_padding_rows_of_nan_or_infinity_do_not_change_real_rows(
     num_tokens: int, is_fixed: bool, device: torch.device
 ) -> None:
-    """As a captured step leaves them: routed to experts that exist, sorted like others, and the
-    rows that count stay as they are, whatever the padding holds."""
+    """A captured step leaves such rows. They get valid experts and are sorted like others."""
     x, _, _, gate_up, down = problem(num_tokens, (6, 2, 16, 16), torch.float32, device)
     router = numbers(6, 16, seed=6, dtype=torch.float32, device=device)
     found = []
@@ -121,7 +120,7 @@ def test_rows_of_padding_that_are_no_numbers(
 
 
 def check_sorted(ids_TC: torch.Tensor, num_experts: int, tile_pairs: int) -> None:
-    """Each pair once, an expert's in their order, in tiles that cover each of them once."""
+    """Check that pairs are sorted stably by expert, and that tiles cover each pair once."""
     order, tiles = moe_sort.sort_by_expert(ids_TC, num_experts, tile_pairs)
     flat = ids_TC.flatten()
     assert torch.equal(order.long(), flat.argsort(stable=True))
@@ -136,21 +135,21 @@ def check_sorted(ids_TC: torch.Tensor, num_experts: int, tile_pairs: int) -> Non
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_chosen"), [(1, 4, 2), (5, 6, 2), (16, 128, 8), (43, 60, 3)]
 )
-def test_pairs_are_sorted(
+def test_one_launch_sorts_pairs_by_expert(
     num_tokens: int, num_experts: int, num_chosen: int, device: torch.device
 ) -> None:
-    """In one launch: of a small chunk, and of a large one."""
+    """The pairs fit a small or a large chunk."""
     ids = some_ids(num_tokens, num_experts, num_chosen).to(device)
     for tile_pairs in (16, 4):
         check_sorted(ids, num_experts, tile_pairs)
 
 
 @pytest.mark.parametrize("num_tokens", [513, pytest.param(1030, marks=pytest.mark.slow)])
-def test_more_pairs_than_one_program_sorts(num_tokens: int, device: torch.device) -> None:
+def test_several_programs_sort_many_pairs(num_tokens: int, device: torch.device) -> None:
     check_sorted(some_ids(num_tokens, 12, 2).to(device), 12, 16)
 
 
-def test_more_chunks_than_are_counted_at_once(
+def test_many_chunks_are_counted_in_several_passes(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(moe_sort, "CHUNK", 16)
@@ -158,8 +157,8 @@ def test_more_chunks_than_are_counted_at_once(
     check_sorted(some_ids(150, 5, 2).to(device), 5, 16)
 
 
-def test_there_are_never_more_tiles_than_room() -> None:
-    """Any routing, counted in Python: all pairs to few experts, or spread as thinly as can be."""
+def test_max_num_tiles_bounds_every_routing() -> None:
+    """Tiles are counted in Python, for pairs spread over one to all experts."""
     for num_pairs in range(1, 40):
         for num_experts in (1, 3, 8):
             for hit in range(1, min(num_experts, num_pairs) + 1):
@@ -170,8 +169,10 @@ def test_there_are_never_more_tiles_than_room() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [5, 513])
-def test_pairs_of_others_are_in_no_tile(num_tokens: int, device: torch.device) -> None:
-    """Eight experts, of which six are here; also where these fill a power of two."""
+def test_pairs_of_experts_on_other_ranks_are_in_no_tile(
+    num_tokens: int, device: torch.device
+) -> None:
+    """Six of eight experts are on this rank, or four, a power of two."""
     for num_experts in (6, 4):
         ids = some_ids(num_tokens, 8, 2).clamp(max=num_experts).to(device)
         order, tiles = moe_sort.sort_by_expert(ids, num_experts, 16, has_others=True)
@@ -186,20 +187,19 @@ def test_pairs_of_others_are_in_no_tile(num_tokens: int, device: torch.device) -
 
 @pytest.mark.parametrize("sizes", [(6, 2, 40, 36), (4, 3, 64, 32), (3, 1, 33, 17)])
 @pytest.mark.parametrize("num_tokens", [1, 3, 9])
-def test_experts(
+def test_experts_equal_the_reference(
     num_tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """By the path for a few tokens, and by that for many."""
+    """Cases use the path for few tokens and that for many."""
     arguments = problem(num_tokens, sizes, dtype, device)
     check(moe.moe_experts(*arguments), reference.moe_experts(*arguments))
 
 
 @pytest.mark.parametrize("clamped", [None, ClampedGate(1.7, 0.6)], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 3, 9])
-def test_experts_that_are_elsewhere_add_nothing(
+def test_experts_on_other_ranks_add_nothing(
     num_tokens: int, clamped: Any, device: torch.device
 ) -> None:
-    """Also where memory held something else."""
     x, ids, weights, gate_up, down = problem(num_tokens, (6, 3, 40, 36), torch.float32, device)
     wide = gate_up.shape[1], down.shape[1]
     biases = [numbers(6, n, seed=5, dtype=torch.float32, device=device) for n in wide]
@@ -219,7 +219,7 @@ def test_experts_that_are_elsewhere_add_nothing(
 def test_padded_tokens_reach_no_expert(
     num_tokens: int, num_real: int, way: str, device: torch.device
 ) -> None:
-    """Their ids may be of no expert at all. Real tokens have the bits that they have alone."""
+    """Their ids may be of no expert at all. Real tokens get the results that they get alone."""
     x, ids, weights, *experts = problem(num_tokens, (6, 2, 40, 36), torch.float32, device)
     alone = (x[:num_real], ids[:num_real], weights[:num_real], *experts)
     ids[num_real:], x[num_real:], weights[num_real:] = 1 << 28, float("nan"), float("nan")
@@ -233,7 +233,7 @@ def test_padded_tokens_reach_no_expert(
 
 
 def test_pairs_of_padded_tokens_are_in_no_tile(device: torch.device) -> None:
-    """Sorted by one program, and by several."""
+    """One program sorts the first case, several the second."""
     for num_tokens, num_real in ((16, 9), (513, 400)):
         ids = some_ids(num_tokens, 6, 2).to(device)
         real = torch.tensor([num_real], dtype=torch.int32, device=device)
@@ -246,9 +246,10 @@ def test_pairs_of_padded_tokens_are_in_no_tile(device: torch.device) -> None:
 
 @pytest.mark.parametrize("tile", [*moe.TILES.values(), moe.LARGEST_TILE, SMALL], ids=str)
 @pytest.mark.parametrize("num_tokens", [2, 47])
-def test_every_tile(num_tokens: int, tile: Tile, dtype: torch.dtype, device: torch.device) -> None:
-    """Experts with several tiles, and with none; sizes that are no multiples, and for the smallest
-    tile multiples."""
+def test_every_tile_equals_the_reference(
+    num_tokens: int, tile: Tile, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Experts have several tiles or none. Sizes are multiples of the smallest tile only."""
     if device.type == "cuda" and dtype == torch.float32 and tile.needs_wgmma:
         pytest.skip("float32 has a tile of its own")
     arguments = problem(num_tokens, (5, 2, 48, 32), dtype, device)
@@ -257,10 +258,10 @@ def test_every_tile(num_tokens: int, tile: Tile, dtype: torch.dtype, device: tor
 
 @pytest.mark.parametrize("clamped", [None, ClampedGate(1.7, 0.6)], ids=str)
 @pytest.mark.parametrize(("num_tokens", "is_fixed"), [(3, False), (9, False), (3, True)])
-def test_biases_and_a_clamped_gate(
+def test_biases_and_clamped_gate_equal_the_reference(
     num_tokens: int, is_fixed: bool, clamped: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """By the path for a few tokens, by that for many, and in a fixed order."""
+    """Cases use the path for few tokens, that for many, and a fixed order."""
     arguments = problem(num_tokens, (6, 2, 40, 36), dtype, device)
     biases = tuple(numbers(6, size, seed=size, dtype=dtype, device=device) for size in (2 * 36, 40))
     wanted = reference.moe_experts(*arguments, biases, clamped)
@@ -269,15 +270,15 @@ def test_biases_and_a_clamped_gate(
 
 
 @pytest.mark.parametrize("num_tokens", [4, 40])
-def test_all_tokens_to_the_same_experts(num_tokens: int, device: torch.device) -> None:
+def test_all_tokens_may_choose_the_same_experts(num_tokens: int, device: torch.device) -> None:
     arguments = list(problem(num_tokens, (4, 2, 16, 16), torch.float32, device))
     arguments[1] = torch.tensor([[3, 1]], dtype=torch.int32, device=device).repeat(num_tokens, 1)
     check(moe.moe_experts(*arguments), reference.moe_experts(*arguments))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2, 6])
-def test_rows_that_stand_apart(num_tokens: int, device: torch.device) -> None:
-    """Tokens that are a part of a wider tensor, of which nothing else is read; or none at all."""
+def test_tokens_may_be_a_slice_of_a_wider_tensor(num_tokens: int, device: torch.device) -> None:
+    """The rest of the tensor is NaN and is not read. There may be no tokens."""
     sizes = (4, 2, 20, 12)
     x, *rest = problem(8, sizes, torch.float32, device)
     wide = torch.full((num_tokens, 50), torch.nan, device=device)
@@ -290,7 +291,7 @@ def test_rows_that_stand_apart(num_tokens: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [3, 8])
-def test_experts_that_nobody_is_sent_to_are_not_read(num_tokens: int, device: torch.device) -> None:
+def test_weights_of_unused_experts_are_not_read(num_tokens: int, device: torch.device) -> None:
     x, ids, weights, gate_up, down = problem(num_tokens, (5, 2, 16, 16), torch.float32, device)
     ids = ids % 3
     wanted = reference.moe_experts(x, ids, weights, gate_up, down)
@@ -299,8 +300,8 @@ def test_experts_that_nobody_is_sent_to_are_not_read(num_tokens: int, device: to
 
 
 @pytest.mark.parametrize("num_tokens", [2, 12])
-def test_one_token_changes_no_other(num_tokens: int, device: torch.device) -> None:
-    """Not even one that is no number; and the bits stay the same."""
+def test_nan_token_does_not_change_other_tokens(num_tokens: int, device: torch.device) -> None:
+    """Their bits stay the same."""
     arguments = problem(num_tokens, (4, 2, 16, 16), torch.float32, device)
     before = moe.moe_experts(*arguments)
     arguments[0][1] = torch.nan
@@ -309,8 +310,9 @@ def test_one_token_changes_no_other(num_tokens: int, device: torch.device) -> No
     assert torch.equal(after[others], before[others]) and after[1].isnan().all()
 
 
-def test_fixed_order_gives_a_token_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
-    """Alone, among a few, among many, at any place of its experts' tiles."""
+def test_fixed_order_gives_a_token_the_same_bits_in_any_batch(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     x, ids, weights, *experts = problem(100, (3, 2, 72, 40), dtype, device)
     together = moe.moe_experts(x, ids, weights, *experts, is_fixed=True)
     check(together, reference.moe_experts(x, ids, weights, *experts))
@@ -320,11 +322,11 @@ def test_fixed_order_gives_a_token_the_same_bits(dtype: torch.dtype, device: tor
         found = moe.moe_experts(*part, *experts, is_fixed=True)
         assert torch.equal(found, together[first:last]), (first, last)
         differs |= not torch.equal(moe.moe_experts(*part, *experts), together[first:last])
-    assert differs, "the usual order is the same, so this shows nothing"
+    assert differs, "the default order gives the same bits, too"
 
 
 def test_tiles_grow_with_the_batch() -> None:
-    """32 tokens of 8 among 128 experts are two each, 2,048 are 128 each."""
+    """With 8 of 128 experts per token, 32 tokens are two per expert, and 2,048 are 128."""
     pairs = [moe.tile_for(n * 8, 128, torch.bfloat16).pairs for n in (5, 32, 256, 512, 2048, 8192)]
     assert pairs == [16, 16, 32, 64, 128, 128]
     assert moe.tile_for(8192 * 8, 128, torch.float32).pairs == 16

@@ -1,4 +1,4 @@
-"""RMS normalisation against the torch reference."""
+"""Compare RMS normalisation with the torch reference."""
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) ->
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (3, 100), (5, 128), (2, 1000)])
-def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm_equals_the_reference(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
     x = numbers(*shape, seed=1, dtype=dtype, device=device) * 3
     weight = numbers(shape[-1], seed=2, dtype=dtype, device=device)
     wanted = reference.rms_norm(x, weight, 1e-5)
@@ -24,7 +26,7 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.devi
     torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_a_weight_of_more_precision(device: torch.device) -> None:
+def test_weight_may_have_more_precision_than_the_input(device: torch.device) -> None:
     x = numbers(3, 100, seed=1, dtype=torch.float16, device=device)
     weight = 1.0 + numbers(100, seed=2, dtype=torch.float32, device=device)
     found, tolerance = norm.rms_norm(x, weight, 1e-5), TOLERANCE[torch.float16]
@@ -33,8 +35,8 @@ def test_a_weight_of_more_precision(device: torch.device) -> None:
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_heads_with_weights_of_their_own(dtype: torch.dtype, device: torch.device) -> None:
-    """As queries and keys share one call; also as a part of a wider tensor."""
+def test_each_head_may_have_its_own_weight(dtype: torch.dtype, device: torch.device) -> None:
+    """Queries and keys share one call, and are a slice of a wider tensor."""
     qkv = numbers(3, 6, 16, seed=3, dtype=dtype, device=device)
     weight = numbers(4, 16, seed=4, dtype=dtype, device=device)
     wanted = reference.rms_norm(qkv[:, :4], weight, 1e-6)
@@ -43,7 +45,7 @@ def test_heads_with_weights_of_their_own(dtype: torch.dtype, device: torch.devic
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (4, 96)])
-def test_after_an_addition(
+def test_add_rms_norm_equals_the_reference(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     x, residual = (numbers(*shape, seed=i, dtype=dtype, device=device) for i in (5, 6))
@@ -58,10 +60,10 @@ def test_after_an_addition(
 
 @pytest.mark.parametrize("shape", [(1, 1, 128), (3, 5, 20), (2, 40, 64)])
 @pytest.mark.parametrize("has_float32_weight", [False, True])
-def test_vectors_with_a_gate_each(
+def test_gated_norm_equals_the_reference(
     shape: tuple[int, int, int], has_float32_weight: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A part of a wider tensor, as of a projection that others share; all bits of the rounding."""
+    """Inputs are slices of a wider tensor, as of a shared projection."""
     tokens, heads, size = shape
     wide = numbers(tokens, 2 * heads * size + 7, seed=1, dtype=dtype, device=device) * 3
     x, gate = (part.unflatten(1, (heads, size)) for part in wide[:, 7:].split(heads * size, dim=1))
@@ -76,6 +78,6 @@ def test_vectors_with_a_gate_each(
     torch.testing.assert_close(found.cpu(), wanted, atol=tolerance, rtol=2 * tolerance)
 
 
-def test_no_vectors(device: torch.device) -> None:
+def test_gated_norm_of_no_vectors_is_empty(device: torch.device) -> None:
     x = torch.empty(0, 3, 16, device=device)
     assert norm.gated_norm(x, x, torch.ones(16, device=device), 1e-6).shape == (0, 3, 16)

@@ -1,4 +1,4 @@
-"""Prompts by installed packages' kernels: against a softmax, with stand-ins for the packages.
+"""Compare prompt attention by packages' kernels with a softmax, with fakes of the packages.
 
 Covers `ops/prompt_kernels/flashinfer.py`, `ops/prompt_kernels/flash_attention.py`,
 `ops/prompt_kernels/cudnn.py` and `ops/prompt_kernels/base.py`.
@@ -51,8 +51,8 @@ def attend_rows(
     soft_cap: float,
     window_left: int,
 ) -> torch.Tensor:
-    """Attention of the last Q of C tokens, [Q, N, H]. window_left: keys before a query that it
-    sees; -1 for all. soft_cap: 0 for none."""
+    """Return attention of the last Q of C tokens, [Q, N, H]. window_left: visible keys before a
+    query; -1 for all. soft_cap: 0 for none."""
     group = q_QNH.shape[1] // k_CKH.shape[1]
     k, v = (x.double().repeat_interleave(group, dim=1) for x in (k_CKH, v_CKH))
     scores = torch.einsum("qnh,cnh->nqc", q_QNH.double(), k) * scale
@@ -68,7 +68,7 @@ def attend_rows(
 
 
 class PrefillWrapper:
-    """`flashinfer.BatchPrefillWithPagedKVCacheWrapper`. plans: its plans so far."""
+    """Fake of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`. plans: its plans so far."""
 
     plans: list[dict[str, Any]]
 
@@ -104,7 +104,7 @@ def flash_attn_with_kvcache(
     page_table: torch.Tensor, cu_seqlens_q: torch.Tensor, max_seqlen_q: int,
     softmax_scale: float, causal: bool, window_size: tuple[int, int], softcap: float,
 ) -> torch.Tensor:  # fmt: skip
-    """`flash_attn_interface.flash_attn_with_kvcache` on a paged cache [B, P, K, H]."""
+    """Fake of `flash_attn_interface.flash_attn_with_kvcache` on a paged cache [B, P, K, H]."""
     starts, out = cu_seqlens_q.tolist(), torch.zeros_like(q)
     assert causal and cache_seqlens.dtype == page_table.dtype == cu_seqlens_q.dtype == torch.int32
     assert window_size == (-1, -1) or window_size[1] == 0
@@ -122,7 +122,7 @@ FLASH_ATTENTION_3 = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvca
 
 
 class Installed:
-    """Makes a kernel's package appear installed. attended: steps that the kernel served."""
+    """Make a kernel's package appear installed. attended: steps that the kernel served."""
 
     def __init__(self, kernel: PromptKernel, module: Any, patch: pytest.MonkeyPatch) -> None:
         self.kernel, self.attended = kernel, list[PagedStep]()
@@ -153,7 +153,7 @@ def check(
     contents, tables = make_contents(case), case.tables()
     backend = PackageBackend(case.layout(torch.float32, device), installed.kernel)
     write_before(backend, case, contents, tables)
-    installed.attended.clear()  # prompts of what stands before
+    installed.attended.clear()  # steps that wrote earlier tokens
     got = run_step(backend, case, contents, tables)
     assert len(installed.attended) == is_served
     wanted = softmax_rows(case, contents)
@@ -161,40 +161,44 @@ def check(
     return backend
 
 
-def test_prompts_are_the_packages(installed: Installed, device: torch.device) -> None:
+def test_package_serves_prompts(installed: Installed, device: torch.device) -> None:
     backend = check(installed, Case(PROMPTS, group_size=2, kv_heads=2), device, True)
     assert backend.name == installed.kernel.name
     assert backend.can_be_recorded and not backend.takes_any_lengths
 
 
-def test_chunks_after_others(installed: Installed, device: torch.device) -> None:
+def test_packages_except_cudnn_serve_later_chunks(
+    installed: Installed, device: torch.device
+) -> None:
     is_served = installed.kernel.name != "cudnn"
     check(installed, Case(CHUNKS, group_size=3, block_size=5), device, is_served)
 
 
-def test_prompts_with_decoding_rows(installed: Installed, device: torch.device) -> None:
+def test_only_flash_attention_3_serves_prompts_with_decoding_rows(
+    installed: Installed, device: torch.device
+) -> None:
     """Drafts in flight may shorten decoding rows; FlashAttention 3 reads lengths on the device."""
     is_served = installed.kernel.name == "flash_attention_3"
     check(installed, Case(MIXED), device, is_served)
 
 
 @pytest.mark.parametrize("extra", [{"window": 20}, {"soft_cap": 3.0}])
-def test_windows_and_caps(
+def test_packages_except_cudnn_serve_windows_and_soft_caps(
     installed: Installed, extra: dict[str, Any], device: torch.device
 ) -> None:
     is_served = installed.kernel.name != "cudnn"
     check(installed, Case(CHUNKS, **extra), device, is_served)
 
 
-def test_what_stays_with_triton(installed: Installed, device: torch.device) -> None:
+def test_triton_serves_what_no_package_supports(installed: Installed, device: torch.device) -> None:
     check(installed, Case(((20, 1), (5, 30))), device, False)
     check(installed, Case(PROMPTS, sinks=True), device, False)
     check(installed, Case(PROMPTS, spans=((0, 3, 20),)), device, False)
     check(installed, Case(PROMPTS, chunk=20), device, False)
 
 
-def test_rows_without_tokens_are_left_out(installed: Installed, device: torch.device) -> None:
-    """As in a recorded step, whose table has -1 where no row is."""
+def test_rows_without_tokens_are_skipped(installed: Installed, device: torch.device) -> None:
+    """A recorded step has such rows, and -1 in their tables."""
     case = Case(PROMPTS)
     contents, tables = make_contents(case), case.tables()
     backend = PackageBackend(case.layout(torch.float32, device), installed.kernel)
@@ -236,7 +240,9 @@ CUDA = Heads(128, torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flash_attention_3"])
-def test_a_named_package_must_be_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_selected_by_name_must_be_installed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: None)
     layout = Case().layout(torch.float32, torch.device("cpu"))
     package = KERNELS[name].package
@@ -252,7 +258,7 @@ def test_a_named_package_must_be_installed(name: str, monkeypatch: pytest.Monkey
         make_backend(name, layout, deterministic=True)
 
 
-def test_why_a_kernel_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_not_names_the_unmet_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: object())
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
@@ -287,7 +293,7 @@ class Scaled(TritonBackend):
 
 @dataclass
 class Clock:
-    """Takes the times from a list."""
+    """Return times from a list."""
 
     times: list[float]
 
@@ -301,7 +307,7 @@ def one_prompt(device: torch.device) -> KVLayout:
 
 
 @pytest.mark.parametrize(("times", "wanted"), [([2.0, 1.0], "a"), ([1.0, 2.0], "triton")])
-def test_the_fastest_is_taken(
+def test_choose_returns_the_fastest_backend(
     times: list[float], wanted: str, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout = one_prompt(device)
@@ -311,7 +317,7 @@ def test_the_fastest_is_taken(
     assert f"taking {wanted}" in caplog.text
 
 
-def test_wrong_and_failing_packages_are_not_taken(
+def test_choose_rejects_wrong_and_failing_packages(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout = one_prompt(device)
@@ -328,7 +334,7 @@ def test_wrong_and_failing_packages_are_not_taken(
         choose({"d": fail}, layout, Clock([]))
 
 
-def test_auto_measures_installed_packages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_measures_only_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN comes with torch, and only its name selects it."""
     layout, measured = Case().layout(torch.bfloat16, torch.device("cuda")), []
     serving = {"cudnn"}
@@ -347,7 +353,7 @@ def test_auto_measures_installed_packages_alone(monkeypatch: pytest.MonkeyPatch)
     assert measured == [(("flashinfer", "flash_attention_3"), 1, 32, 16)]
 
 
-def test_auto_takes_what_was_measured(
+def test_auto_selects_the_backend_that_was_measured_fastest(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(select, "fastest", lambda layout: "triton")
@@ -359,7 +365,7 @@ def test_auto_takes_what_was_measured(
     assert isinstance(fixed, TritonBackend) and fixed.name == "triton"
 
 
-def test_small_tiles_by_name(device: torch.device) -> None:
+def test_triton_64_selects_small_tiles(device: torch.device) -> None:
     case = Case(((0, 70), (20, 1)))
     contents, tables = make_contents(case), case.tables()
     backend = make_backend("triton_64", case.layout(torch.float32, device))
@@ -373,7 +379,7 @@ def test_small_tiles_by_name(device: torch.device) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="packages need a GPU")
 @pytest.mark.parametrize("rows", [PROMPTS, CHUNKS, MIXED])
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_real_package_is_softmax(
+def test_real_package_equals_softmax(
     name: str, rows: tuple[tuple[int, int], ...], device: torch.device
 ) -> None:
     case = Case(rows, group_size=4, kv_heads=2, head_dim=128)
@@ -390,5 +396,5 @@ def test_a_real_package_is_softmax(
     torch.testing.assert_close(got.cpu().double(), wanted, rtol=0, atol=TOLERANCE[torch.bfloat16])
 
 
-def test_the_setting_has_the_names_of_all_backends() -> None:
+def test_setting_names_all_backends() -> None:
     assert {"auto", "cpu", "torch", "reference", *GPU_ATTENTION} == set(select.NAMES)

@@ -1,4 +1,4 @@
-"""Penalties on the device: the reference's logits, to the last bit."""
+"""Penalties on the device give the reference's logits, to the last bit."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def columns_of(count: int, device: torch.device) -> Penalties:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 40, 1001])
-def test_penalties(vocab_size: int, device: torch.device) -> None:
+def test_penalties_equal_the_reference(vocab_size: int, device: torch.device) -> None:
     logits = random_logits(7, vocab_size, 2.0).to(device)
     tokens = tokens_of(6, 30, vocab_size)
     tokens[:, 29] = -1  # beyond every row's length
@@ -39,8 +39,8 @@ def test_penalties(vocab_size: int, device: torch.device) -> None:
     assert torch.equal(logits, expected)
 
 
-def test_rows_of_wider_buffers_and_counts_that_are_kept(device: torch.device) -> None:
-    """More than a block of tokens, logits that are a part of a wider tensor, a row of no tokens."""
+def test_penalties_take_wider_buffers_and_clear_the_given_counts(device: torch.device) -> None:
+    """Rows have more than a block of tokens or none. Logits are a slice of a wider tensor."""
     buffers = tokens_of(9, 1500, 50).to(device)
     rows = torch.tensor([7, 0, 3], device=device)
     lengths = torch.tensor([1300, 0, 600], device=device)
@@ -62,7 +62,7 @@ def test_rows_of_wider_buffers_and_counts_that_are_kept(device: torch.device) ->
     assert not counts.any()
 
 
-def test_nobody_is_penalised(device: torch.device) -> None:
+def test_no_penalised_rows_leave_logits_unchanged(device: torch.device) -> None:
     none = torch.empty(0, dtype=torch.int64, device=device)
     logits = random_logits(2, 9, 1.0).to(device)
     tokens = torch.empty(0, 4, dtype=torch.int32, device=device)

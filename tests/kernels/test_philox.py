@@ -1,4 +1,4 @@
-"""Philox on the device: the same bits as torch's, and Gumbel noise close to torch's."""
+"""Philox on the device gives the bits of torch's, and Gumbel noise close to torch's."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def _gumbels(exact_ptr, rough_ptr, uniform_ptr, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
-def test_known_answers(counter, key, expected, device: torch.device) -> None:
+def test_philox_gives_the_known_answers(counter, key, expected, device: torch.device) -> None:
     words = torch.tensor([*counter, *key], device=device)
     out = torch.empty(4, dtype=torch.int64, device=device)
     _known_answer[(1,)](out, words)
@@ -46,7 +46,9 @@ def test_known_answers(counter, key, expected, device: torch.device) -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 4, 1000, 1023, 4099])
 @pytest.mark.parametrize("num_rows", [0, 1, 3])
-def test_the_same_bits_as_torch(num_rows: int, vocab_size: int, device: torch.device) -> None:
+def test_uniform_noise_has_the_same_bits_as_torchs(
+    num_rows: int, vocab_size: int, device: torch.device
+) -> None:
     where = [stream.to(device) for stream in streams(num_rows)]
     expected = reference.uniform_reference(*where, vocab_size)
     assert torch.equal(philox.uniform(*where, vocab_size), expected)
@@ -57,15 +59,15 @@ def test_positions_and_indices_beyond_32_bits_wrap(device: torch.device) -> None
     assert torch.equal(philox.uniform(*where, 100), reference.uniform_reference(*where, 100))
 
 
-def test_noise_of_some_tokens_is_that_of_all(device: torch.device) -> None:
+def test_noise_of_some_tokens_equals_that_of_all_tokens(device: torch.device) -> None:
     where = [stream.to(device) for stream in streams(5)]
     token_ids = torch.randint(0, 262_144, (5, 37), generator=torch.Generator().manual_seed(1))
     expected = reference.uniform_at_reference(*where, token_ids.to(device))
     assert torch.equal(philox.uniform_at(*where, token_ids.to(device)), expected)
 
 
-def test_gumbel_noise(device: torch.device) -> None:
-    """Also at the ends of the interval, where a plain log(1 - u) has no digits left."""
+def test_gumbel_noise_is_close_to_torchs(device: torch.device) -> None:
+    """Also at the ends of the interval, where a plain log(1 - u) loses all digits."""
     bits = torch.randint(0, 2**32, (2000,), generator=torch.Generator().manual_seed(5))
     small = 2 ** (torch.arange(40) * 0.8)
     bits = torch.cat((bits, small.long(), torch.tensor([0, 1, 2, 2**32 - 1, 2**32 - 500, 2**28])))

@@ -1,4 +1,4 @@
-"""Prepared launches against Triton's own, on a driver that launches nothing."""
+"""Compare prepared launches with Triton's own, on a driver that launches nothing."""
 
 import os
 import random
@@ -28,7 +28,7 @@ def _scale(x_ptr, out_ptr, stride, length, factor, is_on, WIDTH: tl.constexpr, A
 
 
 def argument_sets() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments that differ in all that Triton specialises for."""
+    """Return arguments that differ in everything that Triton specialises for."""
     numbers = random.Random(7)
     memory = {dtype: torch.zeros(64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     found = []
@@ -53,7 +53,7 @@ def as_noted(launches: list[tuple[Any, ...]]) -> list[Any]:
 
 
 def compare() -> None:
-    """Launch all sets twice, in Triton's way and prepared. The same machine code gets the same
+    """Launch all sets twice, by Triton and prepared. The same machine code gets the same
     arguments, and no second prepared launch needs Triton."""
     from tests.support.kernels.compiled_launches import use
 
@@ -77,22 +77,22 @@ def compare() -> None:
     assert noted[0] == noted[1], "a prepared launch differs from Triton's"
     assert by_triton.count("0") == 2 * KINDS and 10 < by_triton.count("1") <= KINDS
     functions = {line[4][1] for line in noted[0]}
-    assert len(functions) > 10, "few kernels differ"
+    assert len(functions) > 10, "too few kernels differ"
     before = len(by_triton)
     from triton import knobs
 
     knobs.runtime.launch_enter_hook.add(lambda metadata: None)
     _scale[(1,)](*sets[0][0], **sets[0][1])
-    assert len(by_triton) == before + 1, "a profiler hears of each launch"
+    assert len(by_triton) == before + 1, "a profiler's hook needs Triton's launch"
     knobs.runtime.launch_enter_hook.calls.clear()
     _scale[lambda given: (3,)](*sets[0][0], **sets[0][1])
     args = sets[0][0]
     _scale[(1,)](*args[:5], is_on=args[5], **sets[0][1])
-    assert len(by_triton) == before + 3, "other forms of a launch are left to Triton"
+    assert len(by_triton) == before + 3, "Triton makes other forms of a launch"
 
 
-def test_integers_that_triton_tells_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal numbers for the same specialisation; a few integers are remembered."""
+def test_integers_of_one_specialisation_share_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a limited number of integers is remembered."""
     integers = Integers()
     groups = (1,), (2, 18), (16, 32), (-14,), (1 << 31, 1 << 40), (-(1 << 31) - 16,), (1 << 63,)
     found = [{integers[each] for each in group} for group in groups]
@@ -113,10 +113,10 @@ def compiled_by(launcher: type, **facts: Any) -> Any:
 
 
 class OtherLauncher:
-    """Launcher that no version of Triton has."""
+    """Launcher class that no version of Triton has."""
 
 
-def test_launchers_of_triton_are_left_out_only_if_they_allocate_nothing() -> None:
+def test_only_triton_launchers_that_allocate_nothing_are_bypassed() -> None:
     plain = compiled_by(CudaLauncher)
     short = "short", ("function", "grid", "pdl", None, None, "facts", None, None, None)
     assert launch._start_of(plain) == short
@@ -128,7 +128,7 @@ def test_launchers_of_triton_are_left_out_only_if_they_allocate_nothing() -> Non
         assert launch._start_of(whole) == (whole.run, ("function", "facts", None, None, None))
 
 
-def test_prepared_launches_are_those_of_triton() -> None:
+def test_prepared_launches_equal_tritons() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     code = "from tests.kernels.test_prepared import compare; compare()"
     done = run_forked([sys.executable, "-c", code], timeout_s=300, env=environment)

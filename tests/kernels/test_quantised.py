@@ -1,4 +1,4 @@
-"""Products with quantised weights against the reference dequantisation in float64.
+"""Compare products with quantised weights with the reference dequantisation in float64.
 
 Covers `ops/weights/gpu_weights.py`, `ops/weights/gpu_layout.py` and
 `ops/kernels/quantised_rows.py`.
@@ -92,7 +92,7 @@ def float4(inputs: int) -> Float4Rows:
     return Float4Rows(whole(0, 256, OUTPUTS, inputs // 2).to(torch.uint8), exponents)
 
 
-# Groups that fill a chunk, a part of one, several; that are cut off; that do not fit and are cut.
+# Groups that fill a chunk, a part or several; partial last groups; groups that cross chunks.
 STORED: dict[str, StoredRows] = {
     "int4": integers(160, 4, 32),
     "int4, one group": integers(96, 4, 96),
@@ -115,7 +115,7 @@ STORED: dict[str, StoredRows] = {
 def problem(
     rows: StoredRows, num_tokens: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, a bias, and the right result in float64. Weights are as large as the format has them."""
+    """Return x, scaled to the weight's norm, a bias, and the result in float64."""
     weight = rows.dequantised(torch.float64)
     x = (random(num_tokens, weight.shape[1], seed=4) * weight.norm(dim=1).mean() ** -1).to(dtype)
     bias = random(OUTPUTS, seed=5).to(dtype)
@@ -124,7 +124,9 @@ def problem(
 
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("num_tokens", [0, 1, 17])
-def test_a_product(num_tokens: int, name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_product_equals_float64(
+    num_tokens: int, name: str, dtype: torch.dtype, device: torch.device
+) -> None:
     rows = STORED[name]
     weight = pack_rows(rows, dtype, device)
     assert isinstance(weight, GPUWeight) and weight.shape == rows.shape
@@ -152,9 +154,10 @@ def _numbers_kernel(
 
 @pytest.mark.parametrize("dot", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8", "mxfp4"])
-def test_each_code_is_its_number(format: str, dot: torch.dtype, device: torch.device) -> None:
-    """All of them, as 16-bit operands too. Of bfloat16, in which the interpreter cannot compute,
-    torch does what follows the bits."""
+def test_each_code_is_decoded_to_its_value(
+    format: str, dot: torch.dtype, device: torch.device
+) -> None:
+    """The interpreter cannot compute in bfloat16, so there torch decodes the bits further."""
     layout = replace(layout_of(BITS[format], 0, 128), words=16)
     codes = torch.arange(16 * layout.chunk_inputs).view(16, -1) % (1 << layout.bits)
     stored = {"int4": codes - 8, "int8": codes - 128}.get(format, codes).to(torch.float32)
@@ -177,7 +180,7 @@ def test_each_code_is_its_number(format: str, dot: torch.dtype, device: torch.de
 
 
 def bfloat16_numbers(format: str, bits: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """What `numbers` does, operation by operation in bfloat16."""
+    """Repeat the operations of `numbers` in bfloat16."""
     if format == "int4":
         return bits - 136.0
     if format == "int8":
@@ -186,7 +189,7 @@ def bfloat16_numbers(format: str, bits: torch.Tensor, codes: torch.Tensor) -> to
 
 
 @pytest.mark.parametrize("format", ["int4", "int8", "fp8"])
-def test_inputs_are_split_where_outputs_are_few(format: str, device: torch.device) -> None:
+def test_inputs_are_split_for_few_outputs(format: str, device: torch.device) -> None:
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     rows = quantised(random(OUTPUTS, 1700), Quantization(format, 0 if format == "fp8" else 64))
     weight = pack_for_gpu(rows, device)
@@ -198,10 +201,10 @@ def test_inputs_are_split_where_outputs_are_few(format: str, device: torch.devic
 
 
 @pytest.mark.parametrize("name", ["int4", "int4, zeros not whole, sorted", "fp8"])
-def test_a_row_has_the_same_bits_among_any_others(
+def test_fixed_weight_gives_a_row_the_same_bits_in_any_batch(
     name: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Where the weight asks for it, also with inputs that would be split."""
+    """Also with inputs that would otherwise be split."""
     rows = STORED[name]
     weight = pack_for_gpu(rows, device).fixed()
     x, bias, _ = problem(rows, 130, dtype)
@@ -214,10 +217,10 @@ def test_a_row_has_the_same_bits_among_any_others(
 
 
 @pytest.mark.parametrize("tile", [kernels.MANY, kernels.FEW_OF_MANY_OUTPUTS], ids=str)
-def test_many_rows_and_outputs(
+def test_product_takes_many_rows_and_outputs(
     tile: kernels.Tile, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More tiles of rows than a group has, and the last group is not full."""
+    """There are more row tiles than a group has, and the last group is not full."""
     monkeypatch.setattr(kernels, "tile_for", lambda *_: tile)
     dtype = torch.float32 if INTERPRETED else torch.float16
     rows = quantised(random(131, 64), Quantization("int8", 32))
@@ -228,30 +231,29 @@ def test_many_rows_and_outputs(
     torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-3)
 
 
-def test_what_stands_beside_rows_is_not_read(device: torch.device) -> None:
-    """Rows that are a part of a wider tensor, and memory behind the last one."""
+def test_memory_around_the_rows_is_not_read(device: torch.device) -> None:
+    """The rows are a slice of a wider tensor, which is NaN elsewhere."""
     wide = random(6, 200).to(device)
     x = wide[1:4, 7:167]
     weight = pack_for_gpu(STORED["int4"], device)
     wanted = multiply(x.clone(), weight)
-    keep = wide.clone()
+    saved = wide.clone()
     wide.fill_(torch.nan)
-    wide[1:4, 7:167] = keep[1:4, 7:167]
+    wide[1:4, 7:167] = saved[1:4, 7:167]
     assert torch.equal(multiply(x, weight), wanted)
 
 
 # ---- models ----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
+@pytest.mark.skipif(not INTERPRETED, reason="its steps run on the CPU")
 @pytest.mark.parametrize(
     ("format", "variant"), in_turn(["int4", "int8", "fp8"], ["llama", "qwen3_tied"])
 )
-def test_a_model_with_quantised_weights(
+def test_quantised_model_has_the_logits_of_rounded_weights(
     variant: str, format: str, tmp_path: Path, device: torch.device, monkeypatch: Any
 ) -> None:
-    """Its logits are those of one whose layers hold the rounded numbers; a tied table of 8 bits is
-    the head's."""
+    """A tied table of 8 bits is shared with the head, and the model is as large as planned."""
     monkeypatch.setattr(pack, "core", lambda: None)
     checkpoint = write_checkpoint(tmp_path, variant)
     formats = weight_formats(ModelConfig(quantization=format))
@@ -300,10 +302,10 @@ def opaque_weights(model: torch.nn.Module) -> list[GPUWeight]:
 
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("shape", [(70, 96), (3, 4096), (129, 1000)], ids=str)
-def test_quantised_when_loaded(
+def test_quantising_in_parts_equals_quantising_at_once(
     shape: tuple[int, int], format: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts, as in one piece; and as large as foretold."""
+    """The weight is as large as planned."""
     monkeypatch.setattr("quire.ops.weights.gpu_weights.VALUES_AT_ONCE", 20 * shape[1])
     sizes = {"int8": (0, 32, 128), "int4": (32, 128), "fp8": (0,)}[format]
     values = random(*shape).to(device)
@@ -315,8 +317,8 @@ def test_quantised_when_loaded(
         whole_one = pack_for_gpu(exact, device)
         assert torch.equal(weight.codes, whole_one.codes)
         assert torch.equal(weight.scales, whole_one.scales)
-        foretold = Packing("float32", is_gpu=True).weight_bytes(shape, quantization)
-        assert weight.nbytes == foretold
+        num_bytes = Packing("float32", is_gpu=True).weight_bytes(shape, quantization)
+        assert weight.nbytes == num_bytes
         stacked = stack_experts([weight, weight])
         assert stacked.shape == (2, *shape) and stacked.nbytes == 2 * weight.nbytes
         assert stacked.nbytes == Packing("bfloat16", is_gpu=True).weight_bytes(
@@ -327,7 +329,7 @@ def test_quantised_when_loaded(
 @pytest.mark.parametrize(
     "quantization", [Quantization("int8", 32), Quantization("fp8", 0)], ids=str
 )
-def test_rows_are_looked_up(
+def test_looked_up_rows_equal_the_quantised_values(
     quantization: Quantization, dtype: torch.dtype, device: torch.device
 ) -> None:
     values = random(OUTPUTS, 300)
@@ -342,14 +344,16 @@ def test_rows_are_looked_up(
 
 
 @pytest.mark.parametrize("name", slow_but(STORED, *tuple(STORED)[::2]))
-def test_all_rows_are_the_numbers_that_are_stored(name: str, device: torch.device) -> None:
+def test_looked_up_rows_equal_the_stored_values_in_every_format(
+    name: str, device: torch.device
+) -> None:
     rows = STORED[name]
     found = pack_for_gpu(rows, device).rows(torch.arange(OUTPUTS, device=device), torch.float32)
     torch.testing.assert_close(found.cpu(), rows.dequantised(), rtol=2e-7, atol=0)
 
 
-def test_weights_of_other_kinds_side_by_side(device: torch.device) -> None:
-    """Experts of which some have zeros, or scales that need 32 bits."""
+def test_stacked_and_joined_weights_may_differ_in_zeros_and_scales(device: torch.device) -> None:
+    """Some have zeros, or scales that need 32 bits."""
     parts = [integers(160, 4, 32), integers(160, 4, 32, "whole")]
     first = IntegerRows(parts[0].integers, 4, parts[0].scales.bfloat16().float(), 32)
     stacked = stack_experts(pack_for_gpu(each, device) for each in (first, parts[1]))
@@ -362,7 +366,7 @@ def test_weights_of_other_kinds_side_by_side(device: torch.device) -> None:
         torch.testing.assert_close(part, exact, atol=1e-5, rtol=1e-5)
 
 
-def test_what_has_no_kernel_is_refused(device: torch.device) -> None:
+def test_weights_without_a_kernel_are_rejected(device: torch.device) -> None:
     with pytest.raises(ConfigError, match="weights of 4 bits with a scale for each 24 inputs"):
         pack_for_gpu(integers(96, 4, 24), device)
     rows = float8(64, 64)

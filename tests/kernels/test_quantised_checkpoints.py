@@ -1,4 +1,4 @@
-"""Checkpoints of other quantisers on a GPU: weights stay small, their numbers what they are."""
+"""Checkpoints of other quantisers on a GPU: weights stay packed and keep their values."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ from tests.support.models.checkpoints import (
 )
 from tests.support.models.paged_forward import CPU, run_paged
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its steps run on the CPU")
 
 SEQUENCES = random_tokens(7)
 CHOSEN = [
@@ -37,7 +37,7 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize("name", slow_but(CHOSEN, *CHOSEN[2::3], "packed rows", "mxfp4"))
-def test_logits_are_those_of_the_numbers(
+def test_logits_equal_those_of_the_dequantised_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
@@ -52,8 +52,8 @@ def test_logits_are_those_of_the_numbers(
 
 
 def mxfp4_experts(plain: Path, to: Path) -> None:
-    """Give the experts of a checkpoint in float32 numbers of MXFP4, and write them so elsewhere, as
-    gpt-oss has them."""
+    """Replace a float32 checkpoint's experts by values of MXFP4, and write them to another folder
+    in gpt-oss's format."""
     tensors = load_file(plain / "model.safetensors")
     stored, generator = {}, torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
@@ -78,8 +78,10 @@ def mxfp4_experts(plain: Path, to: Path) -> None:
     save_file(stored, to / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_experts_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss: its experts stay in blocks, gates before ups, with their biases."""
+def test_gpt_oss_experts_stay_packed_in_mxfp4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates are moved before ups, and experts have biases."""
     monkeypatch.setitem(VARIANTS, "wide", ("gpt_oss", OSS | {"intermediate_size": 64}))
     plain, quantised = tmp_path / "plain", tmp_path / "quantised"
     write_checkpoint(plain, "wide")

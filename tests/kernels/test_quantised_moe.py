@@ -1,4 +1,4 @@
-"""Experts with quantised weights, against sums over the dequantised ones in float64."""
+"""Compare experts with quantised weights with sums over dequantised ones in float64."""
 
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def stored(outputs: int, inputs: int, format: str, seed: int) -> StoredRows:
 
 
 def experts(format: str, device: torch.device) -> tuple[list[GPUWeight], list[torch.Tensor]]:
-    """Gate and up side by side, and down; as they are stored, and what that stands for."""
+    """Return packed weights, of gate and up joined and of down, and their values in float64."""
     rows = [
         [stored(outputs, inputs, format, 10 * i + expert) for expert in range(E)]
         for i, (outputs, inputs) in enumerate(((2 * F, D), (D, F)))
@@ -68,7 +68,7 @@ def experts(format: str, device: torch.device) -> tuple[list[GPUWeight], list[to
 
 
 def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """Not silu: gate and up in turn, clamped, as gpt-oss has it."""
+    """Apply the gate of gpt-oss: gate and up interleaved and clamped."""
     gate, up = gate_up[..., ::2].clamp(max=1.0), gate_up[..., 1::2].clamp(-1.0, 1.0)
     return (up + 1) * gate * torch.sigmoid(1.7 * gate)
 
@@ -109,7 +109,9 @@ FORMATS = ["int4", "int8", "fp8", "mxfp4"]
     indirect=["dtype"],
     ids=str,
 )
-def test_experts(num_tokens: int, format: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_experts_equal_sums_in_float64(
+    num_tokens: int, format: str, dtype: torch.dtype, device: torch.device
+) -> None:
     weights, exact = experts(format, device)
     x, ids = random(num_tokens, D, seed=1).to(dtype), some_ids(num_tokens, E, C)
     shares = random(num_tokens, C, seed=2).abs()
@@ -127,7 +129,7 @@ def test_experts(num_tokens: int, format: str, dtype: torch.dtype, device: torch
     torch.testing.assert_close(found.double().cpu(), wanted, atol=5 * tolerance, rtol=5 * tolerance)
 
 
-def test_a_token_has_the_same_bits_among_any_others(
+def test_fixed_weights_give_a_token_the_same_bits_in_any_batch(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     weights = [weight.fixed() for weight in experts("int4", device)[0]]
@@ -142,13 +144,13 @@ def test_a_token_has_the_same_bits_among_any_others(
     assert len(found) == 1
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
+@pytest.mark.skipif(not INTERPRETED, reason="its steps run on the CPU")
 @pytest.mark.parametrize("num_tokens", [1, 23])
-def test_experts_that_are_elsewhere_add_nothing(num_tokens: int, device: torch.device) -> None:
+def test_experts_on_other_ranks_add_nothing(num_tokens: int, device: torch.device) -> None:
     weights, exact = experts("int8", device)
     x, ids = random(num_tokens, D, seed=1), some_ids(num_tokens, E, C)
     shares = random(num_tokens, C, seed=2).abs()
-    # The last ones are elsewhere: their ids have no weight, and nothing else may be read.
+    # The last experts are on other ranks: their ids have no weight, and nothing else may be read.
     ids = torch.where(ids < 2, ids, E)
     here = torch.where(ids < E, shares, 0.0)
     wanted = by_hand(x, ids.clamp(max=E - 1), here, exact, None, silu_gated)
@@ -159,11 +161,10 @@ def test_experts_that_are_elsewhere_add_nothing(num_tokens: int, device: torch.d
 
 
 @pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss_plain"])
-def test_a_model_with_quantised_experts(
+def test_quantised_model_has_the_logits_of_rounded_experts(
     variant: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its logits are those of one whose layers hold the rounded numbers, and it is as large as was
-    planned; its routers are not rounded."""
+    """The model is as large as planned, and its routers are not rounded."""
     monkeypatch.setattr(pack, "core", lambda: None)
     monkeypatch.setattr(device_weights, "can_pack", lambda *_: False)
     monkeypatch.setattr(models, "experts_class", lambda device: models.StackedExperts)
@@ -198,10 +199,10 @@ def test_a_model_with_quantised_experts(
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_gpt_oss_in_mxfp4(
+def test_gpt_oss_in_mxfp4_has_the_exact_logits(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its experts come one by one, and then stand side by side as they are stored."""
+    """Experts are loaded one by one and stacked in their stored form."""
     pytest.importorskip("transformers", "5.23", reason="older ones read the model otherwise")
     monkeypatch.setattr(device_weights, "can_pack_natively", lambda *_: False)
     monkeypatch.setattr(device_weights, "can_pack", lambda *_: False)
@@ -221,7 +222,7 @@ def test_gpt_oss_in_mxfp4(
     assert all(layer.mlp.experts.down.is_fixed for layer in model.layers)
 
 
-def test_experts_without_tokens_are_not_looked_at(device: torch.device) -> None:
+def test_scales_of_unused_experts_are_not_read(device: torch.device) -> None:
     weights, _ = experts("int8", device)
     x, shares = random(4, D, seed=1).to(device), torch.ones(4, C, device=device) / C
     ids = torch.tensor([[4, 1, 2]] * 4, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Rotation, storing and attention in one launch, compared with separate launches and float64."""
+"""Compare rotation, KV write and attention in one launch with separate launches and float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,7 @@ CASES = {
 def step_of(
     case: Case, dtype: torch.dtype, device: torch.device, *, has_norm: bool, seed: int = 0
 ) -> tuple[Contents, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Contents whose last tokens are rotated, and what they are rotated from: the step's heads
+    """Return contents whose last tokens are rotated, and the rotation's inputs: the step's heads
     [T, M, H], factors, and weights of norms."""
     contents = make_contents(case, seed)
     for name in ("q", "k", "v"):
@@ -84,7 +84,7 @@ def backend_of(case: Case, dtype: torch.dtype, device: torch.device, **given: An
 def run(
     backend: TritonBackend, case: Case, contents: Contents, turned: Any, *, is_separate: bool = True
 ) -> torch.Tensor:
-    """One step of all rows, of one token each."""
+    """Run one step with one token of each row."""
     tables, layout = case.tables(), backend._layout
     write_before(backend, case, contents, tables)
     parts = [RowPart(n, n + 1, (table,)) for (n, _), table in zip(case.rows, tables, strict=True)]
@@ -107,8 +107,10 @@ QUICK = {"window", "head_80"}
         for name, case in CASES.items()
     ],
 )
-def test_it_is_softmax_of_rotated_heads(case: Case, has_norm: bool, device: torch.device) -> None:
-    """As float64 computes it, and the blocks have the bits that separate launches store."""
+def test_fused_launch_equals_softmax_of_rotated_heads(
+    case: Case, has_norm: bool, device: torch.device
+) -> None:
+    """Without a norm, the blocks have the bits that separate launches store."""
     dtype = torch.float32
     contents, turned = step_of(case, dtype, device, has_norm=has_norm)
     separate, fused = (
@@ -128,7 +130,9 @@ def test_it_is_softmax_of_rotated_heads(case: Case, has_norm: bool, device: torc
         assert torch.equal(*(memory.view(torch.int32) for memory in memories))
 
 
-def test_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def test_fused_launch_equals_softmax_in_every_dtype(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     case = CASES["decode"]
     contents, turned = step_of(case, dtype, device, has_norm=True)
     found = run(backend_of(case, dtype, device, rotates_within=True), case, contents, turned)
@@ -142,12 +146,12 @@ def test_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
     in_turn([0, 1], [False, True]),
     indirect=["order"],
 )
-def test_programs_in_any_order(
+def test_order_of_programs_does_not_change_bits(
     merges_last: bool,
     order: Any,  # noqa: F811
     device: torch.device,
 ) -> None:
-    """No program reads what another one stores, so each order gives the same bits."""
+    """No program reads data that another one stores."""
     case, dtype = CASES["decode"], torch.float32
     contents, turned = step_of(case, dtype, device, has_norm=False)
     found = []
@@ -159,9 +163,7 @@ def test_programs_in_any_order(
 
 
 @pytest.mark.parametrize("name", ["group_16", pytest.param("group_7", marks=pytest.mark.slow)])
-def test_a_gpu_with_fewer_stages_merges_fewer_heads_at_once(
-    name: str, device: torch.device
-) -> None:
+def test_gpu_with_fewer_stages_merges_fewer_heads_at_once(name: str, device: torch.device) -> None:
     case, dtype = CASES[name], torch.float32
     contents, turned = step_of(case, dtype, device, has_norm=True)
     backend = backend_of(case, dtype, device, rotates_within=True, merges_last=True)
@@ -184,7 +186,7 @@ def test_a_gpu_with_fewer_stages_merges_fewer_heads_at_once(
 
 
 def test_rows_without_tokens_and_padding_store_nothing(device: torch.device) -> None:
-    """As recorded steps have them: slot -1."""
+    """In recorded steps they have slot -1."""
     case, dtype = Case(((17, 1), (5, 1))), torch.float32
     contents, turned = step_of(case, dtype, device, has_norm=False)
     backend = backend_of(case, dtype, device, rotates_within=True)
@@ -199,8 +201,10 @@ def test_rows_without_tokens_and_padding_store_nothing(device: torch.device) -> 
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-def test_a_switch(is_on: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off unless it is set. Other steps and formats take two launches."""
+def test_switch_enables_the_fused_launch(
+    is_on: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is off by default. Other steps and formats take two launches."""
     if is_on:
         monkeypatch.setenv(ROTATE_WITHIN, "1")
     case, dtype = Case(((20, 1),)), torch.float32
@@ -222,14 +226,14 @@ def test_a_switch(is_on: bool, device: torch.device, monkeypatch: pytest.MonkeyP
         assert backend.needs_separate == (is_on and given is case and not deterministic)
 
 
-def test_what_it_serves(device: torch.device) -> None:
+def test_serves_accepts_only_supported_heads(device: torch.device) -> None:
     for size, group_size, is_served in ((128, 16, True), (130, 4, False), (64, 17, False)):
         backend = backend_of(Case(head_dim=size), torch.float32, device)
         assert kernels.serves(backend._layers[1], group_size, size) == is_served
 
 
-def test_three_programs_of_a_multiprocessor(device: torch.device) -> None:
-    """On Hopper, for heads that fill their tiles; decoding steps are cut for as many."""
+def test_hopper_runs_three_programs_per_multiprocessor(device: torch.device) -> None:
+    """Heads must fill their tiles. Decoding steps are cut into as many items."""
     from quire.ops.kernels.attention.attention_tiles import HOPPER, machine_with
 
     assert HOPPER.for_decoding(128, 4).num_programs == 396

@@ -1,4 +1,4 @@
-"""The factors of the rotation against torch's in float64, and which the operation takes."""
+"""Compare the rotation's factors with float64, and check when the operation uses the kernel."""
 
 import math
 
@@ -14,19 +14,19 @@ POSITIONS = torch.cat((torch.arange(25), torch.arange(-3, 0), 97 + torch.arange(
 
 
 def frequencies_of(num: int, num_still: int = 0) -> torch.Tensor:
-    """Those of plain rotation, the last ones 0."""
+    """Return frequencies of plain rotation; the last `num_still` are 0."""
     frequencies = 10_000.0 ** -(torch.arange(num, dtype=torch.float64) / num)
     frequencies[num - num_still :] = 0.0
     return frequencies
 
 
 def exact(positions: torch.Tensor, frequencies: torch.Tensor, scale: float) -> torch.Tensor:
-    """In float64, on the CPU."""
+    """Return the factors in float64, computed on the CPU."""
     return reference.rotary_rows(positions.cpu(), frequencies.cpu(), scale, torch.float64)
 
 
 def check(found: torch.Tensor, exact: torch.Tensor) -> None:
-    """The nearest of float32, or the one beside it; almost all are the nearest."""
+    """Check that factors are the nearest float32 or its neighbour, almost all the nearest."""
     found, nearest = found.cpu(), exact.float()
     assert found.dtype == torch.float32 and found.is_contiguous() and found.shape == exact.shape
     infinity = torch.tensor(math.inf)
@@ -37,7 +37,7 @@ def check(found: torch.Tensor, exact: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1.3689])  # float32 would round the second
 @pytest.mark.parametrize(("num", "num_still"), [(64, 0), (1, 0), (40, 15), (300, 0), (4001, 1)])
-def test_factors_are_those_of_float64(
+def test_factors_equal_float64_within_one_float32_step(
     num: int, num_still: int, scale: float, device: torch.device
 ) -> None:
     frequencies = frequencies_of(num, num_still).to(device)
@@ -45,14 +45,15 @@ def test_factors_are_those_of_float64(
     found = kernels.rotary_rows(positions, frequencies, scale)
     check(found, exact(positions, frequencies, scale))
     cos, sin = found.view(len(positions), 2, 2, num).unbind(dim=1)
-    assert bool((cos[..., num - num_still :] == 1).all()), "neither turned nor scaled"
+    assert bool((cos[..., num - num_still :] == 1).all()), "neither rotated nor scaled"
     assert bool((sin[..., num - num_still :] == 0).all())
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 17])
 @pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64])
-def test_few_tokens(num_tokens: int, position_dtype: torch.dtype, device: torch.device) -> None:
-    """Also every second one of a longer list of positions."""
+def test_factors_of_few_or_strided_positions_equal_float64(
+    num_tokens: int, position_dtype: torch.dtype, device: torch.device
+) -> None:
     positions = (torch.arange(40, device=device) * 25_000).to(position_dtype)
     frequencies = frequencies_of(32).to(device)
     for some in (positions[:num_tokens], positions[: 2 * num_tokens : 2]):
@@ -60,8 +61,8 @@ def test_few_tokens(num_tokens: int, position_dtype: torch.dtype, device: torch.
         check(found, exact(some, frequencies, 1.5))
 
 
-def test_positions_that_no_context_has_are_computed_too(device: torch.device) -> None:
-    """Up to 2^31, with angles that float64 itself has rounded by 10^-7."""
+def test_factors_of_positions_up_to_2_31_are_close_to_float64(device: torch.device) -> None:
+    """Float64 itself rounds these angles by 10^-7."""
     positions = torch.tensor([2**31 - 1, 2**30 + 7, 2**21 + 1], device=device)
     frequencies = frequencies_of(64).to(device)
     found = kernels.rotary_rows(positions, frequencies, 1.0).cpu()
@@ -70,8 +71,7 @@ def test_positions_that_no_context_has_are_computed_too(device: torch.device) ->
     )
 
 
-def test_many_positions(device: torch.device) -> None:
-    """As many as the largest step has."""
+def test_factors_of_the_largest_step_equal_float64(device: torch.device) -> None:
     positions, frequencies = torch.arange(8193, device=device), frequencies_of(2).to(device)
     found = kernels.rotary_rows(positions, frequencies, 1.0)
     check(found, exact(positions, frequencies, 1.0))
@@ -81,7 +81,7 @@ def test_many_positions(device: torch.device) -> None:
     ("dtype", "is_served"),
     [(torch.float32, True), (torch.float16, True), (torch.bfloat16, True), (torch.float64, False)],
 )
-def test_the_operation_takes_the_kernel_unless_it_computes_in_float64(
+def test_operation_uses_the_kernel_except_in_float64(
     dtype: torch.dtype, is_served: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -105,8 +105,8 @@ def test_the_operation_takes_the_kernel_unless_it_computes_in_float64(
     torch.testing.assert_close(found, by_torch, atol=2e-7, rtol=0.0)
 
 
-def test_each_frequency_turns_by_the_position_on_its_axis(device: torch.device) -> None:
-    """And by the same position on all axes as without axes, to the bit."""
+def test_each_frequency_uses_the_position_on_its_axis(device: torch.device) -> None:
+    """Equal positions on all axes give the bits of a rotation without axes."""
     axes = torch.arange(40, device=device) % 3
     frequencies = frequencies_of(40, 5).to(device)
     by_axis = torch.where(torch.arange(3, device=device)[:, None] == axes, frequencies, 0.0)

@@ -1,4 +1,4 @@
-"""Norm, rotation and the write of keys and values against the operations that do them alone."""
+"""Compare fused norm, rotation and write of keys and values with separate operations."""
 
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ POSITIONS = [0, 5, 100_000, 3, 17]
 
 @dataclass
 class Case:
-    """heads: query and KV heads. weight: of the norm, absent for most models."""
+    """Inputs of the kernel. weight: of the norm, absent for most models."""
 
     qkv: torch.Tensor
     rows: torch.Tensor
@@ -39,7 +39,7 @@ class Case:
         return self.qkv.shape[1] - 2 * self.num_kv_heads
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values as the operations give them, one after the other."""
+        """Return queries, keys and values by separate operations."""
         kv_heads = self.num_kv_heads
         qk, v = self.qkv.split([self.num_heads + kv_heads, kv_heads], dim=1)
         if self.weight is not None:
@@ -61,7 +61,7 @@ def make_case(
     num_tokens: int = len(SLOTS),
 ) -> Case:
     generator = torch.Generator().manual_seed(heads + size)
-    # A part of a wider tensor: tokens do not follow each other without a gap.
+    # A slice of a wider tensor: there are gaps between the tokens.
     wide = torch.randn(num_tokens, heads + 2 * kv_heads + 1, size, generator=generator) * 2
     weight = torch.rand(heads + kv_heads, size, generator=generator) + 0.5
     frequencies = 10_000.0 ** -(torch.arange(size // 2, dtype=torch.float64) * 2 / size)
@@ -76,13 +76,13 @@ def make_case(
 
 
 def make_kv(case: Case, dtype: torch.dtype, row: int) -> torch.Tensor:
-    """Three layers of what looks like numbers that somebody has left behind."""
+    """Return three layers full of stale values."""
     shape = (2, 3, case.num_kv_heads, NUM_BLOCKS, BLOCK_SIZE, row)
     return torch.full(shape, 77, device=case.qkv.device).to(dtype)
 
 
 def rows_of(kv: torch.Tensor, layer: int) -> torch.Tensor:
-    """Keys and values by slot: [2, slots, K, row]."""
+    """Return keys and values by slot: [2, slots, K, row]."""
     return kv[:, layer].flatten(2, 3).transpose(1, 2)
 
 
@@ -91,7 +91,7 @@ SHAPES = [(4, 2, 16), (1, 1, 2), (3, 3, 20), (14, 2, 64), (20, 1, 80), (9, 9, 24
 
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_as_the_operations_alone(
+def test_fused_write_equals_separate_operations(
     shape: tuple[int, int, int], has_norm: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     case = make_case(*shape, dtype, device, has_norm)
@@ -106,15 +106,15 @@ def test_as_the_operations_alone(
     tolerance = TOLERANCE[dtype]
     assert found.is_contiguous()
     torch.testing.assert_close(found[used], q[used], atol=tolerance, rtol=tolerance)
-    if dtype is not torch.float32:  # rounded where the operations round: almost all bits are theirs
+    if dtype is not torch.float32:  # both round at the same points: almost all bits are equal
         assert float((found[used] == q[used]).float().mean()) > 0.97
-    # All of it: nothing is written to other slots and layers.
+    # Compare all memory: nothing is written to other slots and layers.
     torch.testing.assert_close(kv, wanted, atol=tolerance, rtol=tolerance)
     assert torch.equal(rows_of(kv, 1)[1], rows_of(wanted, 1)[1]), "values are copied"
     assert torch.equal(case.qkv, before)
 
 
-def test_a_norm_of_more_precision(device: torch.device) -> None:
+def test_norm_weight_may_have_more_precision_than_the_input(device: torch.device) -> None:
     case = make_case(3, 1, 16, torch.float16, device, has_norm=True)
     assert case.weight is not None
     case.weight = 1.0 + case.weight.float() / 3
@@ -127,7 +127,9 @@ def test_a_norm_of_more_precision(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_few_tokens(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_fused_write_of_few_tokens_equals_separate_operations(
+    num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
     case = make_case(4, 2, 16, dtype, device, num_tokens=num_tokens)
     kv = make_kv(case, dtype, 16)
     q, k, _ = case.wanted()
@@ -137,9 +139,7 @@ def test_few_tokens(num_tokens: int, dtype: torch.dtype, device: torch.device) -
     torch.testing.assert_close(stored, k, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_a_token_s_queries_have_the_same_bits_in_any_batch(
-    dtype: torch.dtype, device: torch.device
-) -> None:
+def test_token_has_the_same_bits_in_any_batch(dtype: torch.dtype, device: torch.device) -> None:
     case = make_case(4, 2, 16, dtype, device, has_norm=True)
     alone = replace(case, qkv=case.qkv[:1], rows=case.rows[:1], slots=case.slots[:1])
     kv, kv_alone = make_kv(case, dtype, 16), make_kv(case, dtype, 16)
@@ -147,7 +147,7 @@ def test_a_token_s_queries_have_the_same_bits_in_any_batch(
     assert torch.equal(rows_of(kv_alone, 0)[:, SLOTS[0]], rows_of(kv, 0)[:, SLOTS[0]])
 
 
-def test_slots_and_values_beyond_32_bits(device: torch.device) -> None:
+def test_slot_offsets_may_exceed_32_bits(device: torch.device) -> None:
     case = make_case(2, 1, 16, torch.float16, device)
     case.slots[0] = 2**27 + 1
     _, k, v = case.wanted()
@@ -159,14 +159,16 @@ def test_slots_and_values_beyond_32_bits(device: torch.device) -> None:
 
 
 def int8_values(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers and steps of rows of size + 4 bytes."""
+    """Return integers and quantisation steps of rows of size + 4 bytes."""
     rows = rows.contiguous()
     return rows[..., :size].view(torch.int8), rows[..., size:].contiguous().view(torch.float32)
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("size", [16, 20, 128])
-def test_int8(size: int, has_norm: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_int8_write_rounds_to_the_step_of_each_head(
+    size: int, has_norm: bool, dtype: torch.dtype, device: torch.device
+) -> None:
     case = make_case(4, 2, size, dtype, device, has_norm)
     case.qkv[0] = 0  # a head of zeros has no step
     q, k, v = case.wanted()
@@ -192,11 +194,13 @@ def test_int8(size: int, has_norm: bool, dtype: torch.dtype, device: torch.devic
 
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
 @pytest.mark.parametrize("kv_format", ["auto", "int8"])
-def test_the_core_writes_the_same(kv_format: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Byte for byte, but that the core's keys are turned and its scales are in rows; values are
-    copied or rounded alike."""
+def test_cpp_core_writes_the_same_values(
+    kv_format: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The core's keys are transposed back and its scales moved. Values are equal byte for byte,
+    keys up to rounding."""
     case = make_case(4, 2, 16, dtype, device)
-    case.slots[1] = 11  # it knows no padding
+    case.slots[1] = 11  # the core has no padding
     group = CacheGroup("full", layers=(0,), num_kv_heads=2, head_dim=16, window=None)
     layout = KVLayout(
         (group,), (NUM_BLOCKS,), BLOCK_SIZE, dtype, torch.device("cpu"), kv_format=kv_format
@@ -224,17 +228,17 @@ def test_the_core_writes_the_same(kv_format: str, dtype: torch.dtype, device: to
 
 
 def fp8_numbers(*shape: int) -> torch.Tensor:
-    """Numbers that e4m3 has, since the interpreter rounds wrongly to it."""
+    """Return numbers that are exact in e4m3, since the interpreter rounds others wrongly."""
     generator = torch.Generator().manual_seed(5)
     leading = torch.randint(8, 16, shape, generator=generator) / 8.0
     sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
     return sign * leading * 2.0 ** torch.randint(-5, 8, shape, generator=generator)
 
 
-def test_fp8(dtype: torch.dtype, device: torch.device) -> None:
+def test_fp8_write_applies_scales_and_saturates(dtype: torch.dtype, device: torch.device) -> None:
     case = make_case(4, 2, 16, dtype, device)
     numbers = fp8_numbers(*case.qkv.shape).to(device)
-    case.rows[..., :16], case.rows[..., 16:] = 1.0, 0.0  # keys are not turned
+    case.rows[..., :16], case.rows[..., 16:] = 1.0, 0.0  # keys are not rotated
     case.qkv[:] = (
         numbers * torch.tensor([1.0] * 4 + [0.5] * 2 + [2.0] * 2)[:, None].to(device)
     ).to(dtype)
@@ -250,13 +254,13 @@ def test_fp8(dtype: torch.dtype, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8"])
-def test_a_write_alone_stores_the_same_bytes(
+def test_write_without_rotation_stores_the_same_bytes(
     kv_format: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     case = make_case(4, 2, 20, dtype, device)
-    case.rows[..., :20], case.rows[..., 20:] = 1.0, 0.0  # keys are not turned
+    case.rows[..., :20], case.rows[..., 20:] = 1.0, 0.0  # keys are not rotated
     if kv_format == "int8":
-        case.qkv[2, 4:, 5] = torch.nan  # is to be seen, also beside larger numbers
+        case.qkv[2, 4:, 5] = torch.nan  # must remain visible, also alongside larger numbers
     kv_dtype = dtype if kv_format == "auto" else torch.uint8
     together = make_kv(case, kv_dtype, 24 if kv_format == "int8" else 20)
     alone = together.clone()
@@ -270,7 +274,7 @@ def test_a_write_alone_stores_the_same_bytes(
         assert rows[..., 20:].contiguous().view(torch.float32).isnan().all()
 
 
-def test_what_it_refuses(device: torch.device) -> None:
+def test_unsupported_kv_memory_is_rejected(device: torch.device) -> None:
     case = make_case(4, 2, 16, torch.float32, device)
     with pytest.raises(AssertionError, match="no KV format"):
         case.run(make_kv(case, torch.float16, 16)[:, 0])

@@ -1,4 +1,4 @@
-"""A slot's changes of the rows' state, against plain loops."""
+"""Compare a slot's changes to the row state with plain loops."""
 
 import random
 
@@ -56,7 +56,7 @@ def apply_plainly(state: RowTensors, deltas: list[tuple[int, int, int, int]]) ->
 
 
 def all_deltas() -> list[tuple[int, int, int, int]]:
-    """One for each place, of numbers of all sizes."""
+    """Return one delta for each element of the state, with values of all sizes."""
     places = [(kernels.COMPUTED, 1), (kernels.NARROW, NARROW), (kernels.WIDE, 2 * WIDE)]
     places += [(group, BLOCKS) for group in range(GROUPS)]
     return [
@@ -69,8 +69,10 @@ def all_deltas() -> list[tuple[int, int, int, int]]:
 
 @pytest.mark.parametrize("count", [0, 1, 5, 150])
 @pytest.mark.parametrize("has_lists", [False, True])
-def test_a_slot_is_taken(count: int, has_lists: bool, device: torch.device) -> None:
-    """Deltas of all kinds, runs of many lengths, the lists; and nothing behind their numbers."""
+def test_receive_applies_deltas_runs_and_lists_of_a_slot(
+    count: int, has_lists: bool, device: torch.device
+) -> None:
+    """It reads nothing after the given numbers of deltas and runs."""
     random.seed(count)
     state, wanted = make_state(device), make_state(device)
     deltas = random.sample(all_deltas(), count)
@@ -97,12 +99,14 @@ def test_a_slot_is_taken(count: int, has_lists: bool, device: torch.device) -> N
     assert torch.equal(inbox.words, lists) if has_lists else not inbox.words.any()
 
 
-def test_many_programs_take_turns(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_few_programs_apply_many_deltas(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     monkeypatch.setattr(kernels, "PROGRAMS", 2)
-    test_a_slot_is_taken(150, True, device)
+    test_receive_applies_deltas_runs_and_lists_of_a_slot(150, True, device)
 
 
-def test_forks(device: torch.device) -> None:
+def test_copy_rows_copies_each_parent_to_its_forks(device: torch.device) -> None:
     state, wanted = make_state(device), make_state(device)
     slot = torch.full((LAYOUT.num_words,), POISON, dtype=torch.int32)
     forks = [(2, 0), (2, 6), (4, 1)]

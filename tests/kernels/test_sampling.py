@@ -1,4 +1,4 @@
-"""Choosing tokens on the device: what the torch reference chooses, in every mixture of rows."""
+"""Sampling on the device chooses the torch reference's tokens, in every mixture of rows."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ SETTINGS = [
     {"min_p": 1e-30},
     {"top_p": 0.3, "temperature": 0.05},
 ]
-# Groups of 128 tokens: all of a row, or so few that most rows are read again and again.
+# Groups of 128 tokens in memory: all of a row, or so few that most rows are read repeatedly.
 HELD = [pytest.param(8, id="held"), pytest.param(2, id="passes")]
 
 
@@ -43,7 +43,7 @@ def columns_of(settings: list[dict[str, float]], device: torch.device) -> Sampli
 def expected_tokens(
     logits_NV: torch.Tensor, columns: SamplingColumns, positions: torch.Tensor
 ) -> torch.Tensor:
-    """The reference's choice in each row; rows of temperature 0 are greedy."""
+    """Return the reference's choice in each row; rows of temperature 0 are greedy."""
     logits_NV = logits_NV.float()
     is_random = columns.temperature > 0
     temperatures = torch.where(is_random, columns.temperature, 1.0)
@@ -64,7 +64,9 @@ def check(logits_NV, settings, device, **keywords) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 127, 1000, 2049])
-def test_random_and_greedy_rows(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_random_and_greedy_rows_equal_the_reference(
+    vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
     settings = [{"temperature": t} for t in (1.0, 0.0, 0.3, 2.5, 0.0, 1.0)]
     logits = random_logits(6, vocab_size, 2.0).to(dtype)
     check(logits, settings, device, has_filters=False)
@@ -80,8 +82,10 @@ def test_random_and_greedy_rows(vocab_size: int, dtype: torch.dtype, device: tor
     ],
     ids=str,
 )
-def test_filters(spread: float, dtype: torch.dtype, max_groups: int, device: torch.device) -> None:
-    """Every filter beside plain and greedy rows: narrow and wide nuclei, masked tokens."""
+def test_filtered_rows_equal_the_reference(
+    spread: float, dtype: torch.dtype, max_groups: int, device: torch.device
+) -> None:
+    """Every filter alongside plain and greedy rows: narrow and wide nuclei, masked tokens."""
     settings = [{"temperature": 0.0}, *SETTINGS, {"temperature": 0.0, "top_k": 3}]
     logits = random_logits(len(settings), 1000, spread, seed=int(spread)).to(dtype)
     logits[:, 1::3] = -torch.inf
@@ -89,7 +93,7 @@ def test_filters(spread: float, dtype: torch.dtype, max_groups: int, device: tor
 
 
 @pytest.mark.parametrize(("levels", "max_groups"), [(1.0, 2), (8.0, 8)])
-def test_filters_cut_ties_by_the_lowest_id(
+def test_filters_break_ties_by_the_lowest_id(
     levels: float, max_groups: int, device: torch.device
 ) -> None:
     """Few distinct logits, zeros of both signs among them: cutoffs fall among equal tokens."""
@@ -99,16 +103,18 @@ def test_filters_cut_ties_by_the_lowest_id(
 
 
 @pytest.mark.parametrize(("shift", "max_groups"), [(100.0, 8), (-3.0, 2), (-100.0, 8)])
-def test_logits_of_any_sign(shift: float, max_groups: int, device: torch.device) -> None:
+def test_filters_take_logits_of_any_sign(
+    shift: float, max_groups: int, device: torch.device
+) -> None:
     logits = (random_logits(len(SETTINGS), 600, 1.5, seed=6) + shift).bfloat16()
     check(logits, SETTINGS, device, has_filters=True, max_groups=max_groups)
 
 
 @pytest.mark.parametrize("max_groups", HELD)
-def test_equal_logits(max_groups: int, device: torch.device) -> None:
+def test_filters_keep_the_first_of_equal_tokens(max_groups: int, device: torch.device) -> None:
     """Of n equal tokens top-p keeps the first ceil(p n), and top-k the first k."""
     settings = [{"top_p": 0.5}, {"top_k": 100}, {"top_k": 100, "top_p": 0.25}, {"min_p": 0.9}]
-    kept = [300, 100, 25, 600]
+    num_kept = [300, 100, 25, 600]
     columns = columns_of(settings, device)
     logits = torch.zeros(4, 600, device=device)
     for position in range(3):
@@ -117,12 +123,14 @@ def test_equal_logits(max_groups: int, device: torch.device) -> None:
             logits, columns, positions, has_filters=True, max_groups=max_groups
         )
         assert torch.equal(ids, expected_tokens(logits, columns, positions))
-        assert (ids.cpu() < torch.tensor(kept)).all()
+        assert (ids.cpu() < torch.tensor(num_kept)).all()
 
 
 @pytest.mark.parametrize("has_filters", [False, True])
-def test_rows_of_a_large_vocabulary(has_filters: bool, device: torch.device) -> None:
-    """Rows gathered from the columns, logits that are a part of a wider tensor."""
+def test_rows_of_a_large_vocabulary_equal_the_reference(
+    has_filters: bool, device: torch.device
+) -> None:
+    """Rows are gathered from the columns, and logits are a slice of a wider tensor."""
     settings = [{"top_k": 20, "top_p": 0.8}, {"temperature": 0.0}, {"temperature": 0.8}]
     if has_filters:
         settings.append({"top_p": 0.95, "min_p": 0.02})
@@ -140,7 +148,9 @@ def test_rows_of_a_large_vocabulary(has_filters: bool, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("has_filters", [False, True])
-def test_rows_without_a_token_to_choose(has_filters: bool, device: torch.device) -> None:
+def test_rows_without_a_valid_token_are_marked_invalid(
+    has_filters: bool, device: torch.device
+) -> None:
     logits = random_logits(7, 3000, 1.0)
     logits[0, 2500] = torch.nan
     logits[1, 7] = -torch.nan
@@ -157,7 +167,7 @@ def test_rows_without_a_token_to_choose(has_filters: bool, device: torch.device)
         assert ids[:6].tolist() == [0] * 6
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_no_rows_give_no_tokens(device: torch.device) -> None:
     ids, is_valid = sampling.sample(
         torch.empty(0, 50, device=device), columns_of([], device),
         torch.empty(0, dtype=torch.int64, device=device), has_filters=True,
@@ -165,15 +175,17 @@ def test_no_rows(device: torch.device) -> None:
     assert len(ids) == len(is_valid) == 0
 
 
-def test_scores_that_float32_cannot_tell_apart(device: torch.device) -> None:
-    """Logits far from 0, whose noise is below the rounding of their sum, as float64 decides."""
+def test_scores_that_float32_rounds_equal_are_decided_in_float64(device: torch.device) -> None:
+    """Logits are so large that their sum with the noise loses the noise in float32."""
     logits = random_logits(10, 60, 0.001, seed=2) + 1.2e7
     settings = [{"temperature": 1.0}] * 7 + [{"top_k": 50}] * 3
     check(logits, settings, device, has_filters=True, max_groups=1)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 1.3}, {"top_k": 20, "top_p": 0.8}], ids=str)
-def test_distribution(settings: dict[str, float], device: torch.device) -> None:
+def test_samples_follow_the_filtered_distribution(
+    settings: dict[str, float], device: torch.device
+) -> None:
     num_draws = 60 if device.type == "cpu" else 12_000
     logits_V = random_logits(1, 61, 1.5)[0]
     columns = columns_of([settings], device)
@@ -188,10 +200,10 @@ def test_distribution(settings: dict[str, float], device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("vocab_size", "num_parts"), [(5, 2), (97, 3), (4200, 2), (4200, 4)])
-def test_parts_of_the_vocabulary_compete(
+def test_best_of_vocabulary_parts_equals_the_whole_vocabulary(
     vocab_size: int, num_parts: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Parts that begin at ids that 4 divides, and others."""
+    """Some parts begin at multiples of 4, others do not."""
     settings = [{"temperature": t} for t in (1.0, 0.0, 0.3, 2.5, 0.0, 1.0)]
     logits = random_logits(6, vocab_size, 2.0).to(dtype).to(device)
     logits[3, -1] = torch.nan

@@ -1,4 +1,4 @@
-"""Edits of logits on the device: what the torch path makes of each row alone."""
+"""Compare edits of logits on the device with the torch path for each row."""
 
 import pytest
 import torch
@@ -25,7 +25,9 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("length", "prompt_len"), [(8, 3), (3, 3), (7, 5), (8, 0)])
-def test_edits(length: int, prompt_len: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_edits_equal_the_torch_path(
+    length: int, prompt_len: int, dtype: torch.dtype, device: torch.device
+) -> None:
     tokens = torch.tensor(TOKENS, dtype=torch.int32)
     wide = random_logits(len(ROWS), VOCAB + 30, 2.0).to(dtype)
     raw = wide[:, 11 : VOCAB + 11]
@@ -50,8 +52,8 @@ def test_edits(length: int, prompt_len: int, dtype: torch.dtype, device: torch.d
         assert torch.equal(found[n].cpu(), expected), f"row {n}"
 
 
-def test_bad_words_of_the_output_alone(device: torch.device) -> None:
-    """A word that reaches back into the prompt does not count; one token shorter it does."""
+def test_bad_words_match_only_output_tokens(device: torch.device) -> None:
+    """A match that begins in the prompt does not count; one that begins in the output does."""
     table = make_edit_table([RowEdits(bad_words=[[9, 4, 11], [4, 12], [13]])], device)
     tokens = torch.tensor([[7, 9, 4]], device=device)
     zero, three = torch.tensor([0], device=device), torch.tensor([3], device=device)
@@ -61,7 +63,7 @@ def test_bad_words_of_the_output_alone(device: torch.device) -> None:
     assert logits[0].isinf().nonzero()[:, 0].tolist() == [12, 13]
 
 
-def test_no_rows(device: torch.device) -> None:
+def test_no_rows_give_no_logits(device: torch.device) -> None:
     none = torch.empty(0, dtype=torch.int64, device=device)
     table = make_edit_table([], device)
     logits = torch.empty(0, 9, device=device)

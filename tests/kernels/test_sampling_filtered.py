@@ -1,4 +1,4 @@
-"""The cutoff of filtered rows: exactly the tokens that the torch reference keeps.
+"""The cutoff of filtered rows keeps exactly the tokens that the torch reference keeps.
 
 Covers `ops/kernels/sampling/sampling_scan.py`.
 """
@@ -54,7 +54,7 @@ def _cutoffs(
 def kept_by_kernel(
     logits: torch.Tensor, temperatures: torch.Tensor, filters: Filters, max_groups: int
 ) -> torch.Tensor:
-    """bool [R, V], from the cutoff's key and number of ties."""
+    """Return bool [R, V], from the cutoff's key and number of ties."""
     num_rows, vocab_size = logits.shape
     num_groups = -(-vocab_size // GROUP)
     padded = torch.nn.functional.pad(
@@ -86,11 +86,11 @@ def kept_by_reference(
     values, ids = top_k_reference(logits.float(), logits.shape[-1])
     scaled = values.double() / temperatures[:, None].double()
     kept, _ = keep_candidates(scaled, None, filters, logits.shape[-1])
-    # Masked tokens may be kept by a rank; they have no weight.
+    # top-k may keep masked tokens; they have no weight.
     return torch.zeros_like(kept).scatter(-1, ids, kept & values.isfinite())
 
 
-# How wide the logits are spread, their dtype, and how many there are.
+# Spread of the logits, their dtype, and the size of the vocabulary.
 SPREADS = [
     (0.02, torch.float32, 1000),
     (1.0, torch.float32, 900),
@@ -104,10 +104,10 @@ SPREADS = [
 @pytest.mark.parametrize(
     ("logits_of", "seed", "max_groups"), in_turn(SPREADS, [0, 1], [8, 2]), ids=str
 )
-def test_kept_tokens(
+def test_cutoff_keeps_the_tokens_of_the_reference(
     logits_of: tuple[float, torch.dtype, int], seed: int, max_groups: int, device: torch.device
 ) -> None:
-    """Wide and narrow, with many equal logits (bfloat16), all equal ones, and masked tokens."""
+    """Spreads are wide and narrow, with many equal logits (bfloat16), all equal, or masked."""
     spread, dtype, vocab_size = logits_of
     logits = random_logits(len(SETTINGS), vocab_size, spread, seed + 20).to(dtype)
     if seed == 1:

@@ -1,4 +1,4 @@
-"""The convolution and the delta rule of layers with states against loops in float64.
+"""Compare the convolution and the delta rule of layers with states with loops in float64.
 
 Covers `ops/kernels/attention/delta_rule.py`.
 """
@@ -25,19 +25,21 @@ from tests.ops.test_states import (
     at_once,
     layout_of,
     run,
-    run_guessing,
+    run_drafting,
     step_of,
 )
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-LONG = 11 * P  # tokens of a row in a step: several chunks, whose ends are not those of blocks
+LONG = 11 * P  # tokens of a row in a step: several chunks, which do not end with blocks
 SMALL, USUAL = Chunks(tokens=16, tile=16, few=2), Chunks(tile=16, few=0)
 LARGE = Chunks(tokens=64, tile=16, few=0)
 
 
 class Kernels:
-    """A TritonBackend whose layers are given tensors of the host, each a part of a wider one, and
-    whose states are no numbers where nothing was written."""
+    """TritonBackend that takes tensors of the host and makes each a slice of a wider one.
+
+    States that were not written are NaN.
+    """
 
     def __init__(self, layout: KVLayout, device: torch.device, **settings: Any) -> None:
         self.inner = TritonBackend(replace(layout, device=device), **settings)
@@ -74,11 +76,13 @@ class Kernels:
 
 
 def check_sequences(
-    dtype: torch.dtype, device: torch.device, seed: int, most: int = LONG, **settings: Any
+    dtype: torch.dtype, device: torch.device, seed: int, max_tokens: int = LONG, **settings: Any
 ) -> None:
-    inputs = [Inputs(seed * 10 + i, most + 3 + most // 3 * i, HEADS, dtype) for i in range(3)]
+    inputs = [
+        Inputs(seed * 10 + i, max_tokens + 3 + max_tokens // 3 * i, HEADS, dtype) for i in range(3)
+    ]
     backend = Kernels(layout_of(dtype), device, **settings)
-    made = run(backend, inputs, seed % 2, seed, most)
+    made = run(backend, inputs, seed % 2, seed, max_tokens)
     for each, (convolved, out) in zip(inputs, made, strict=True):
         assert convolved.dtype == out.dtype == dtype
         atol = TOLERANCE[dtype]
@@ -86,53 +90,57 @@ def check_sequences(
         torch.testing.assert_close(out.double(), each.remembered()[0], rtol=0, atol=atol / 4)
 
 
-@pytest.mark.parametrize("most", [2 * P, pytest.param(LONG, marks=pytest.mark.slow)])
-def test_sequences_in_steps_of_any_length(
-    dtype: torch.dtype, device: torch.device, most: int
+@pytest.mark.parametrize("max_tokens", [2 * P, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_sequences_in_steps_of_any_length_equal_float64(
+    dtype: torch.dtype, device: torch.device, max_tokens: int
 ) -> None:
-    """Token by token in float32, in chunks else; with snapshots, rewinds and skipped blocks."""
-    check_sequences(dtype, device, seed=1, most=most, chunks=SMALL)
+    """float32 runs token by token, 16 bits in chunks; with snapshots, rewinds, skipped blocks."""
+    check_sequences(dtype, device, seed=1, max_tokens=max_tokens, chunks=SMALL)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "most"),
+    ("dtype", "max_tokens"),
     [(torch.float32, 2 * P), pytest.param(torch.float16, LONG, marks=pytest.mark.slow)],
 )
-def test_wrong_guesses_leave_no_states(dtype: torch.dtype, most: int, device: torch.device) -> None:
+def test_rejected_drafts_leave_no_states(
+    dtype: torch.dtype, max_tokens: int, device: torch.device
+) -> None:
     inputs = [Inputs(20 + i, 30 + 7 * i, HEADS, dtype) for i in range(3)]
     alone = [at_once(ReferenceBackend(layout_of(dtype)), each, is_layer=True) for each in inputs]
     backend = Kernels(layout_of(dtype), device, chunks=SMALL)
-    for one, made in zip(alone, run_guessing(backend, inputs, 3, most), strict=True):
+    for one, made in zip(alone, run_drafting(backend, inputs, 3, max_tokens), strict=True):
         for wanted, found in zip(one, made, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("chunks", [USUAL, pytest.param(LARGE, marks=pytest.mark.slow)])
-def test_longer_chunks(chunks: Chunks, device: torch.device) -> None:
+def test_sequences_in_longer_chunks_equal_float64(chunks: Chunks, device: torch.device) -> None:
     check_sequences(torch.float16, device, seed=2, chunks=chunks)
 
 
 @pytest.fixture
-def from_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last program of a launch comes first."""
+def reversed_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the programs of each launch in reverse order."""
     if not INTERPRETED:
-        pytest.skip("a GPU has an order of its own")
+        pytest.skip("a GPU chooses the order itself")
     from triton.runtime.interpreter import InterpreterBuilder
 
-    def turned(self: Any, *places: int) -> None:
+    def reversed_index(self: Any, *places: int) -> None:
         counts = zip(self.grid_dim, places, strict=True)
         self.grid_idx = tuple(count - 1 - place for count, place in counts)
 
-    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", turned)
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", reversed_index)
 
 
-def test_programs_may_come_in_any_order(from_behind: None, device: torch.device) -> None:
-    check_sequences(torch.float16, device, seed=4, most=4 * P, chunks=SMALL)
-    check_sequences(torch.float32, device, seed=5, most=2 * P)
+def test_programs_may_run_in_reverse_order(reversed_programs: None, device: torch.device) -> None:
+    check_sequences(torch.float16, device, seed=4, max_tokens=4 * P, chunks=SMALL)
+    check_sequences(torch.float32, device, seed=5, max_tokens=2 * P)
 
 
-def test_who_reads_a_block_writes_it(from_behind: None, device: torch.device) -> None:
-    """One that is longer than a program's tokens, in place."""
+def test_convolution_updates_a_long_block_in_place(
+    reversed_programs: None, device: torch.device
+) -> None:
+    """The block is longer than a program's tokens. Programs run in reverse order."""
     layout = replace(layout_of(torch.float32), block_size=64)
     backend, inputs = Kernels(layout, device), Inputs(1, 80, HEADS, torch.float32)
     found, done = [], 0
@@ -147,22 +155,22 @@ def test_who_reads_a_block_writes_it(from_behind: None, device: torch.device) ->
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
 )
-def test_deterministic_bits_in_any_chunks_and_batch(
+def test_deterministic_mode_gives_the_same_bits_in_any_chunks_and_batch(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     found = []
-    for seed, count, most in ((0, 3, LONG), (1, 1, LONG), (2, 2, 3 * P)):
+    for seed, count, max_tokens in ((0, 3, LONG), (1, 1, LONG), (2, 2, 3 * P)):
         inputs = [Inputs(i, 30, HEADS, dtype) for i in range(count)]
         backend = Kernels(layout_of(dtype), device, deterministic=True)
-        found.append(run(backend, inputs, 0, seed, most)[0])
+        found.append(run(backend, inputs, 0, seed, max_tokens)[0])
     for convolved, out in found[1:]:
         assert torch.equal(convolved, found[0][0]) and torch.equal(out, found[0][1])
 
 
 @pytest.mark.parametrize("keys", ["drawn", "equal"])
-def test_states_keep_the_digits_of_float32(keys: str, device: torch.device) -> None:
-    """Also where all keys are one and nothing is forgotten: the powers of such a chunk's triangular
-    system are beyond float32."""
+def test_states_have_the_precision_of_float32(keys: str, device: torch.device) -> None:
+    """Also where all keys are equal and nothing is forgotten: the powers of such a chunk's
+    triangular system exceed float32."""
     heads = DeltaHeads(1, 2, 16, 32)
     length = 70
     inputs = Inputs(3, length, heads, torch.float16)
@@ -187,8 +195,8 @@ def test_states_keep_the_digits_of_float32(keys: str, device: torch.device) -> N
         assert found[[0, 1, 2, 4]].isnan().all()
 
 
-def test_places_without_rows_or_tokens(dtype: torch.dtype, device: torch.device) -> None:
-    """As in a recorded step: tokens of no row, and rows without tokens, touch nothing."""
+def test_padding_changes_no_states(dtype: torch.dtype, device: torch.device) -> None:
+    """A recorded step has tokens without a row, and rows without tokens."""
     rows = [(7, 0, [9, 8]), (6, 5, [1, 2, 3]), (0, 0, [-1]), (3, 1, [4, -1]), (0, 0, [-1])]
     inputs = Inputs(1, 17, HEADS, dtype)
     for extra in (0, 11):  # rows as many as tokens, or fewer
@@ -207,8 +215,8 @@ def test_places_without_rows_or_tokens(dtype: torch.dtype, device: torch.device)
         assert changed == [[0, 2], [0, 3], [0, 4]]
 
 
-def test_rows_that_are_few_and_many_share_a_step(device: torch.device) -> None:
-    """Whichever kernel takes them, each row is done once."""
+def test_short_and_long_rows_share_a_step(device: torch.device) -> None:
+    """Each row is computed once, whichever kernel takes it."""
     lens = [1, 2, 3, 17, 0, 40]
     total = sum(lens)
     inputs = Inputs(6, total, HEADS, torch.float16)
@@ -227,8 +235,8 @@ def test_rows_that_are_few_and_many_share_a_step(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("width", [2, 4, 7])
-def test_widths_of_a_convolution(width: int, device: torch.device) -> None:
-    """Also wider than a tile of few tokens; a token at a time, then the rest."""
+def test_convolution_takes_any_width(width: int, device: torch.device) -> None:
+    """One width exceeds a tile of few tokens. Steps have one token, or several."""
     channels, length = 37, 12
     draw = torch.Generator().manual_seed(width)
     x = torch.randn(length, channels, generator=draw)
@@ -249,7 +257,7 @@ def test_widths_of_a_convolution(width: int, device: torch.device) -> None:
     torch.testing.assert_close(found[0], torch.nn.functional.silu(made), rtol=0, atol=3e-6)
 
 
-def test_nothing_to_do(device: torch.device) -> None:
+def test_step_without_tokens_changes_nothing(device: torch.device) -> None:
     backend = Kernels(layout_of(torch.float16), device)
     inputs = Inputs(0, 0, HEADS, torch.float16)
     backend.prepare(step_of([(5, 0, [1, 2])]))

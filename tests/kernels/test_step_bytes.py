@@ -1,10 +1,10 @@
-"""The bytes that a decode step moves, compared with the minimum: weights, keys and values once, and
+"""Compare the bytes that a decode step moves with the minimum: weights, keys and values once, and
 the activations between the launches.
 
-Under Triton's interpreter every load and store of a launch is seen with its addresses; of torch's
-operations the sizes of their tensors are. Repeated reads of a launch count once, as with a cache.
-Two models that differ in layers alone show the bytes of a layer; the rest are the bytes per step.
-So the test detects a cast weight, an extra write and read of an activation, or a second copy of the
+Triton's interpreter shows the addresses of every load and store. For torch's operations, the sizes
+of their tensors count. Repeated reads of a launch count once, as with a cache. Two models that
+differ only in their number of layers show the bytes of a layer; the rest are the bytes per step. So
+the test detects a cast weight, an extra write and read of an activation, or a second copy of the
 logits.
 
 Shape legend: D model dim, F feed-forward dim, N query heads, K KV heads, H head dim, V vocabulary.
@@ -56,15 +56,15 @@ CONFIG = {
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
 }
-# What reads or writes as much of its first tensor as it returns, or is given, and no more.
+# Operations that read (or write) only as much of their first tensor as they return (or take).
 PARTIAL = {"index", "index_select", "gather", "embedding", "take_along_dim"}
 PARTIAL_WRITES = {"index_put_", "index_copy_", "scatter_", "_index_put_impl_"}
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh"}
 FREE |= {"_local_scalar_dense", "resize_"}
-# Of the step's logits in float32: one that samples reads them once, in 16 bits.
+# Bytes as a share of float32 logits: sampling reads them once, in 16 bits.
 LOGIT_PASSES = 0.75
-# Changes of rows, inputs, embedding, factors of the rotation, the first norm, attention's plan;
-# rows that sample, head, two of the choice of tokens, the step's end, a copy of the results.
+# Row deltas, inputs, embedding, factors of the rotation, the first norm, attention's plan; rows
+# that sample, head, two launches of sampling, the step's end, a copy of the results.
 STEP_LAUNCHES = 12
 REST_BYTES = 3000  # of a row: ids, positions, factors of the rotation, the first norm and the last
 
@@ -81,7 +81,7 @@ class Traffic:
 
 
 class CountingMode(TorchDispatchMode):
-    """Adds torch's operations; views and allocations cost nothing."""
+    """Count torch's operations; views and allocations cost nothing."""
 
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()
@@ -102,13 +102,13 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 
 def new_tensors(given: list[torch.Tensor], made: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those with memory of their own; whether `to` or `reshape` makes any is not in their names."""
+    """Return tensors with new memory: the names of `to` and `reshape` do not show if they copy."""
     old = {tensor.untyped_storage().data_ptr() for tensor in given}
     return [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in old]
 
 
 def bytes_of(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> int:
-    """Of distinct tensors in and out; one that is changed in place is not counted as written."""
+    """Return bytes of distinct inputs and outputs; writes in place do not count."""
     if name in PARTIAL:
         return 2 * sum(t.nbytes for t in made) + sum(t.nbytes for t in given[1:])
     if name in PARTIAL_WRITES:
@@ -118,7 +118,7 @@ def bytes_of(name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> 
 
 
 class Launches:
-    """Adds Triton's launches: the distinct bytes that a launch loads, and those that it stores."""
+    """Count Triton's launches: the distinct bytes that each loads, and that it stores."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -154,7 +154,7 @@ class Launches:
 
 
 def places(pointers: Any, mask: Any) -> np.ndarray:
-    """Address and bytes of each element that is touched, [num, 2]."""
+    """Return the address and bytes of each element that is accessed, [num, 2]."""
     size = pointers.dtype.element_ty.primitive_bitwidth // 8
     inside = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)  # masks may be integers
     first = pointers.data[inside].astype(np.int64).ravel()
@@ -169,7 +169,7 @@ def distinct_bytes(touched: list[np.ndarray]) -> int:
 
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels serve the CPU's tensors, and nothing is left to the C++ core."""
+    """Run kernels on the CPU's tensors, without the C++ core."""
     native.core.cache_clear()
     monkeypatch.setattr(native, "INTERFACE_VERSION", -1)
     monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
@@ -181,7 +181,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass
 class DecodingGraph:
-    """Work that launches what the graph of a decoding step holds."""
+    """Work that runs the launches of a decoding step's graph."""
 
     runner: ModelRunner
     size: Size
@@ -204,7 +204,7 @@ class DecodingGraph:
 
 
 def find_graph(runner: ModelRunner, plan: Plan, needs: Needs, runs: Any = None) -> DecodingGraph:
-    """In the place of `find_recorded`, for plans of rows with one token each."""
+    """Replace `find_recorded` for plans of rows with one token each."""
     return DecodingGraph(runner, Size(len(plan.rows)), needs)
 
 
@@ -216,8 +216,8 @@ def step_of(
     sizes: dict[str, int] | None = None,
     context: int = CONTEXT,
 ) -> Traffic:
-    """The traffic of one decode step: the second of all rows, with this context then. What stands
-    in the blocks before is of no matter. sizes: other numbers of the config."""
+    """Return the traffic of one decode step: the second of all rows, at this context length. The
+    earlier contents of blocks do not matter. sizes: other entries of the config."""
     directory.mkdir()
     config = CONFIG | {"num_hidden_layers": layers} | (sizes or {})
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -235,7 +235,7 @@ def step_of(
 
 
 def plan_of(step_id: int, num_rows: int, starts: bool = False, context: int = CONTEXT) -> Plan:
-    """Each row computes its next token and samples."""
+    """Return a plan in which each row computes its next token and samples."""
     rows, ones = np.arange(num_rows, dtype=np.int32), np.ones(num_rows, np.int32)
     known = context - 2 + step_id  # tokens of a row; the last of them is not computed yet
     written = BlockWrites()
@@ -262,13 +262,13 @@ def plan_of(step_id: int, num_rows: int, starts: bool = False, context: int = CO
 
 
 def layer_weights() -> int:
-    """Elements: four products and two norms."""
+    """Return the elements of four products and two norms."""
     return (N + 2 * K) * H * D + N * H * D + 2 * F * D + F * D + 2 * D
 
 
 def layer_activations() -> int:
-    """Elements of a token that a layer's nine launches read and write, and the float32 factors of
-    its rotation."""
+    """Return the elements that a layer's nine launches read and write for a token, and the float32
+    factors of its rotation."""
     norms = 2 * 4 * D
     heads = (N + 2 * K) * H
     attention = (D + heads) + 2 * heads + 2 * N * H + (N * H + D)
@@ -276,7 +276,7 @@ def layer_activations() -> int:
     return norms + attention + gate
 
 
-def test_a_layer_moves_its_bytes_once(
+def test_layer_moves_its_bytes_once(
     as_on_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = step_of(1, tmp_path / "short", monkeypatch)
@@ -295,9 +295,9 @@ def test_a_layer_moves_its_bytes_once(
     assert head < once < head + LOGIT_PASSES * 4 * logits + rest, f"{once} bytes, head {head}"
 
 
-def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cast counts as reading the weight and writing it wider; views and what a kernel leaves
-    alone do not."""
+def test_casts_are_counted_and_views_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cast counts as a read of the weight and a wider write. Rows that no launch reads do not
+    count."""
     traffic = Traffic()
     weight, x = torch.ones(V, D, dtype=torch.float16), torch.ones(ROWS, D)
     with CountingMode(traffic), torch.inference_mode():

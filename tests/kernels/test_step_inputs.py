@@ -1,5 +1,4 @@
-"""The rows' state on a GPU against the torch reference and plain loops, at the sizes of the largest
-step."""
+"""Compare row state on a GPU with the torch reference and plain loops, up to the largest step."""
 
 from dataclasses import dataclass
 
@@ -51,7 +50,7 @@ def scheduled(
     pairs: list[tuple[int, int]] | None = None,
     result_slot: int = 0,
 ) -> kernels.Inbox:
-    """With what an earlier, larger step has left behind. pairs: sampling rows and their places."""
+    """Return an inbox that held a larger step before. pairs: sampling rows and their places."""
     inbox, flat = kernels.Inbox.empty(max_rows, device), [x for pair in pairs or () for x in pair]
     inbox.words[kernels.HEADER :] = POISON
     inbox.words[:3] = ints(len(rows), len(pairs or ()), result_slot, device=device)
@@ -73,7 +72,7 @@ def poisoned(state: RowTensors, max_tokens: int, max_rows: int, longest: int):
 def check_gathered(
     state: RowTensors, rows: list[int], counts: list[int], found, longest: int
 ) -> None:
-    """Against the reference where there are tokens, rows and blocks; and the padding."""
+    """Compare tokens, rows and blocks with the reference, and check the padding."""
     arrays = np.asarray(rows, np.int32), np.asarray(counts, np.int32)
     wanted = gather_step_reference(state, *arrays, longest)
     total, num_rows = sum(counts), len(rows)
@@ -100,7 +99,7 @@ STEPS = [[1], [1, 1, 1], [4, 1, 30], [17, 1, 2, 1, 9, 1, 1], []]
 
 @pytest.mark.parametrize(("block_size", "num_groups"), [(1, 1), (16, 2), (5, 3)])
 @pytest.mark.parametrize("counts", STEPS)
-def test_inputs_are_those_of_the_rows(
+def test_gathered_inputs_equal_the_reference(
     block_size: int, num_groups: int, counts: list[int], device: torch.device
 ) -> None:
     state = random_state(block_size, num_groups, device)
@@ -115,8 +114,8 @@ def test_inputs_are_those_of_the_rows(
     assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
 
 
-def test_a_full_step(device: torch.device) -> None:
-    """No padding at all, and a table no wider than the longest context."""
+def test_full_step_equals_the_reference(device: torch.device) -> None:
+    """There is no padding, and the table is no wider than the longest context."""
     state = random_state(16, 1, device)
     state.computed_R[:3] = torch.tensor([30, 0, 31])
     found = kernels.gather_step(
@@ -125,8 +124,8 @@ def test_a_full_step(device: torch.device) -> None:
     check_gathered(state, [0, 1, 2], [2, 5, 1], found, 2)
 
 
-def test_several_chunks_of_a_row(device: torch.device) -> None:
-    """A prompt, a table and padding that take several programs, and these several turns."""
+def test_several_programs_gather_long_rows(device: torch.device) -> None:
+    """Prompt, table and padding take several programs, and several iterations of each."""
     generator = torch.Generator().manual_seed(1)
     length = kernels.BLOCK * (kernels.MAX_CHUNKS + 1) + 9
     state = RowTensors(
@@ -144,9 +143,9 @@ def test_several_chunks_of_a_row(device: torch.device) -> None:
     check_gathered(state, [0, 1], counts, found, length)
 
 
-def test_rows_beyond_32_bits(device: torch.device) -> None:
+def test_row_offsets_may_exceed_32_bits(device: torch.device) -> None:
     num_rows, length = 2**17 + 1, 2**14
-    try:  # 8 GiB of addresses each, of which nothing is used
+    try:  # each reserves 8 GiB of addresses and uses almost none
         tokens = lazy_zeros((num_rows, length), torch.int32, device)
         tables = lazy_zeros((1, num_rows, length), torch.int32, device)
     except (MemoryError, torch.OutOfMemoryError):
@@ -175,7 +174,7 @@ def test_rows_beyond_32_bits(device: torch.device) -> None:
     assert not state.tokens_RM[:9, :9].any()
 
 
-def test_more_tokens_than_there_is_room_for_write_no_foreign_memory(device: torch.device) -> None:
+def test_tokens_beyond_the_buffers_are_not_written(device: torch.device) -> None:
     state = random_state(16, 1, device)
     wide = poisoned(state, 12, 2, 4)
     narrow = kernels.StepBuffers(
@@ -194,14 +193,14 @@ def test_more_tokens_than_there_is_room_for_write_no_foreign_memory(device: torc
 
 @dataclass
 class Step:
-    """A plan's rows, and what a device has of it."""
+    """A plan, and the row state on a device."""
 
     plan: Plan
     state: RowTensors
     device: torch.device
 
     def advance(self, ids: list[int], most: int, invalid: tuple[int, ...] = ()) -> list[int]:
-        """Returns the results."""
+        """Run the step and return its results."""
         plan = self.plan
         pairs = list(zip(plan.sample_rows.tolist(), plan.sample_indices.tolist(), strict=True))
         given = scheduled(
@@ -221,7 +220,7 @@ class Step:
         return found
 
     def check_samples(self, samples_4S: torch.Tensor) -> None:
-        """What sampling needs, for each sampling row; row 0 and nothing behind them."""
+        """Check sampling's inputs for each sampling row; padding is 0."""
         plan, rows = self.plan, self.plan.rows.tolist()
         ends = np.cumsum(plan.num_tokens)
         num = len(plan.sample_rows)
@@ -251,8 +250,8 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("times", [1, 2])
-def test_advance(name: str, times: int, device: torch.device) -> None:
-    """As torch's operations do it; a step that is repeated changes nothing more."""
+def test_advance_equals_torchs_operations(name: str, times: int, device: torch.device) -> None:
+    """A repeated step changes nothing more."""
     plan, state, wanted = PLANS[name], random_state(16, 1, device), random_state(16, 1, device)
     ids = [2000 + i for i in range(len(plan.sample_rows))]
     rows = torch.tensor(plan.rows.tolist(), dtype=torch.int64, device=device)
@@ -263,14 +262,14 @@ def test_advance(name: str, times: int, device: torch.device) -> None:
     step = Step(plan, state, device)
     before = state.computed_R.clone()
     for _ in range(times):
-        state.computed_R[:] = before  # gathered anew
+        state.computed_R[:] = before  # gathered again
         assert step.advance(ids, most=kernels.ADVANCED + 2 if name == "forks" else 5) == ids
     assert torch.equal(state.tokens_RM, wanted.tokens_RM)
     assert torch.equal(state.computed_R, wanted.computed_R)
 
 
-def test_a_row_that_has_no_token_to_choose(device: torch.device) -> None:
-    """It gets token 0, which nobody sees, and -1 as its result."""
+def test_row_without_a_valid_token_gets_result_minus_1(device: torch.device) -> None:
+    """Its state gets token 0, which is never returned."""
     state = random_state(16, 1, device)
     lengths = (state.computed_R[[1, 4]] + 1).tolist()
     assert Step(PLANS["decode"], state, device).advance([2000, 2001], 5, (1,)) == [2000, -1]
@@ -278,8 +277,10 @@ def test_a_row_that_has_no_token_to_choose(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_samples", [0, 3, kernels.ADVANCED + 2])
-def test_tokens_in_the_mail(num_samples: int, device: torch.device) -> None:
-    """They are the results, in the step's slot; each program writes the ticket into its flag."""
+def test_advance_writes_results_and_flags_to_the_mail(
+    num_samples: int, device: torch.device
+) -> None:
+    """Results are in the step's slot; each program writes the ticket into its flag."""
     most = kernels.ADVANCED + 5
     state = random_state(16, 1, device, most)
     rows = list(range(most))[::-1][:num_samples]
@@ -304,7 +305,7 @@ def test_tokens_in_the_mail(num_samples: int, device: torch.device) -> None:
     assert bool((words == POISON).all()), "nothing else is written"
 
 
-def test_a_token_behind_a_full_row_is_dropped(device: torch.device) -> None:
+def test_token_after_a_full_row_is_dropped(device: torch.device) -> None:
     state = random_state(16, 1, device)
     state.computed_R[1] = TOKENS - 1
     tokens = state.tokens_RM.clone()
@@ -314,8 +315,8 @@ def test_a_token_behind_a_full_row_is_dropped(device: torch.device) -> None:
     assert int(state.computed_R[1]) == TOKENS
 
 
-def test_steps_in_a_row(device: torch.device) -> None:
-    """A prompt in two chunks, then three tokens, beside another row; as plain lists have it."""
+def test_consecutive_steps_equal_plain_lists(device: torch.device) -> None:
+    """A row computes a prompt in two chunks, then three tokens, alongside another row."""
     state = random_state(5, 2, device)
     state.computed_R[:] = 0
     wanted = state.tokens_RM.tolist()

@@ -1,5 +1,5 @@
-"""Products of 5 to 64 rows: near float64, the same bits in any order of programs, and taken where
-they serve.
+"""Products of 5 to 64 rows: accuracy, the same bits in any order of programs, and where `linear`
+uses them.
 
 Covers `ops/kernels/products/tiles.py`.
 """
@@ -27,13 +27,13 @@ from tests.kernels.test_few_rows import numbers, weight_of
 from tests.kernels.test_fused_linear import WIDE, close
 from tests.kernels.test_step_bytes import as_on_gpu, step_of  # noqa: F401 (a fixture)
 
-# Rows, outputs and inputs: one tile; a part of one; several that programs share.
+# Rows, outputs and inputs: one tile; a partial tile; several that programs share.
 SIZES = [(5, 128, 64), (16, 70, 320), (33, 300, 448), (64, 640, 128)]
 
 
 @pytest.fixture(params=[1, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 11))])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Tiles are whole, shared by two programs, and by many."""
+    """Return a number of programs: tiles are whole, or shared by two or by many."""
     if INTERPRETED:
         monkeypatch.setattr(kernels, "_num_cores", lambda device: request.param)
     elif request.param > 1:
@@ -42,10 +42,10 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_it_is_a_product(
+def test_stream_k_equals_a_float64_product(
     size: tuple[int, int, int], programs: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Rounded once, at the end. Rows and weights around it are not read."""
+    """The result is rounded once. Memory around the rows and the weight is not read."""
     rows, outputs, inputs = size
     around = weight_of(outputs + 2, inputs, dtype, device)
     around[[0, -1]] = torch.nan
@@ -56,20 +56,21 @@ def test_it_is_a_product(
         wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
         close(kernels.stream_k(x, weight, bias), wanted, dtype, roundings=2)
     counters = kernels._counters(device).get()
-    assert counters is not None and not counters.any(), "the next product counts from zero"
+    assert counters is not None and not counters.any(), "counters are not reset"
 
 
 @pytest.fixture
 def exact_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products whose rows have the same bits in any place of a matrix. numpy's may differ."""
+    """Make a row's bits independent of its place in a matrix; numpy's are not."""
     if INTERPRETED:
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact_dot)
 
 
 @pytest.mark.usefixtures("exact_dots")
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_a_gate_after_a_product(activation: str, programs: int, device: torch.device) -> None:
-    """The bits of two operations."""
+def test_gated_product_has_the_bits_of_two_operations(
+    activation: str, programs: int, device: torch.device
+) -> None:
     weight = weight_of(2 * 170, 192, torch.float16, device)
     bias = numbers(2 * 170, seed=3, dtype=torch.float16, device=device)
     x = numbers(9, 192, seed=2, dtype=torch.float16, device=device)
@@ -78,7 +79,9 @@ def test_a_gate_after_a_product(activation: str, programs: int, device: torch.de
 
 
 @pytest.mark.usefixtures("exact_dots")
-def test_wide_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_tiles_give_the_bits_of_narrow_ones(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight, x = (numbers(n, 64, seed=n, dtype=torch.float16, device=device) for n in (600, 20))
     found = []
     for outputs in tiles.OUTPUTS:
@@ -88,10 +91,10 @@ def test_wide_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(*found)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU has an order of its own")
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU chooses the order itself")
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_any_program_may_be_the_last(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results have the same bits in each order."""
+def test_order_of_programs_does_not_change_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last program of a tile stores."""
     cpu, builder = torch.device("cpu"), interpreter.interpreter_builder
     monkeypatch.setattr(kernels, "_num_cores", lambda device: 7)
     weight, x = weight_of(300, 448, torch.float16, cpu), torch.ones(6, 448, dtype=torch.float16)
@@ -99,7 +102,7 @@ def test_any_program_may_be_the_last(seed: int, monkeypatch: pytest.MonkeyPatch)
     wanted = kernels.stream_k(x, weight)
     set_index = builder.set_grid_idx
     programs = tiles.schedule_for(6, 300, 448, 7).num_programs
-    assert programs >= 6, "two or more of each tile"
+    assert programs >= 6, "two or more programs per tile"
     order = np.random.default_rng(seed).permutation(programs).tolist()
     monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: set_index(order[x], y, z))
     monkeypatch.setattr(torch, "empty", nan_filled)
@@ -118,9 +121,9 @@ def test_any_program_may_be_the_last(seed: int, monkeypatch: pytest.MonkeyPatch)
     )
 
 
-@pytest.mark.skipif(INTERPRETED, reason="only a GPU records")
-def test_replays_on_a_gpu(device: torch.device) -> None:
-    """A recorded product gives the same bits 10,000 times."""
+@pytest.mark.skipif(INTERPRETED, reason="only a GPU records graphs")
+def test_replayed_product_gives_the_same_bits(device: torch.device) -> None:
+    """The product runs 10,000 times."""
     weight = weight_of(4096, 4096, torch.bfloat16, device)
     x = numbers(32, 4096, seed=2, dtype=torch.bfloat16, device=device)
     wanted, graph = kernels.stream_k(x, weight), torch.cuda.CUDAGraph()
@@ -132,7 +135,7 @@ def test_replays_on_a_gpu(device: torch.device) -> None:
 
 
 def test_programs_share_tiles_evenly() -> None:
-    """Each program has as many steps as any other, or one more."""
+    """The numbers of steps of two programs differ by at most one."""
     assert tiles.sharing(4, 3, 1) == tiles.Sharing(4, 0, 0, 0)
     assert tiles.sharing(4, 3, 4) == tiles.Sharing(4, 0, 0, 0)
     assert tiles.sharing(1, 12, 5) == tiles.Sharing(5, 5, 1, 5)
@@ -140,8 +143,8 @@ def test_programs_share_tiles_evenly() -> None:
     assert tiles.sharing(32, 64, 132).largest == 5
 
 
-def test_schedules() -> None:
-    """A tile for each program, equal parts of each tile, or all multiprocessors."""
+def test_schedule_depends_on_the_product() -> None:
+    """There is a program per tile, an equal number for each tile, or one per multiprocessor."""
     gate = tiles.schedule_for(64, 28672, 4096, 132)
     assert gate == tiles.Schedule(tiles.Tile(256, 64), 112) and gate.tile.num_warps == 8
     down = tiles.schedule_for(33, 4096, 14336, 132)
@@ -150,7 +153,7 @@ def test_schedules() -> None:
     assert tiles.schedule_for(5, 128, 64, 132) == tiles.Schedule(tiles.Tile(128, 16), 1)
 
 
-# ---- where it is taken -----------------------------------------------------------------------
+# ---- where it is used ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -162,7 +165,7 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "outputs", "inputs", "is_taken"),
+    ("num_rows", "outputs", "inputs", "is_used"),
     [
         (5, 9, 64, True),
         (64, 64, 64, True),
@@ -172,31 +175,31 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
         (64, 63, 64, False),  # a small weight for so many rows
     ],
 )
-def test_linear_takes_it(
+def test_linear_uses_stream_k_for_suitable_sizes(
     num_rows: int,
     outputs: int,
     inputs: int,
-    is_taken: bool,
+    is_used: bool,
     switched_on: None,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    product, taken = kernels.stream_k, list[int]()
-    monkeypatch.setattr(kernels, "stream_k", lambda x, *a: taken.append(len(x)) or product(x, *a))
+    product, calls = kernels.stream_k, list[int]()
+    monkeypatch.setattr(kernels, "stream_k", lambda x, *a: calls.append(len(x)) or product(x, *a))
     weight = weight_of(outputs, inputs, torch.float16, device)
     x = numbers(num_rows, inputs, seed=2, dtype=torch.float16, device=device)
     got = linear(x, weight)
-    assert taken == [num_rows] * is_taken
+    assert calls == [num_rows] * is_used
     torch.testing.assert_close(got, torch.nn.functional.linear(x, weight), atol=4e-3, rtol=4e-3)
-    assert gates(x, weight) == is_taken
+    assert gates(x, weight) == is_used
     for other in (weight.float(), weight.T.contiguous().T, FixedOrderWeight(weight)):
         assert not gates(x.to(other.dtype), other)
     monkeypatch.setattr(kernels, "_is_on", lambda: False)
-    assert not gates(x, weight), "off unless it is switched on"
+    assert not gates(x, weight), "it is off by default"
 
 
-def test_no_counters_are_made_in_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their zeros would come with a replay. Existing ones serve."""
+def test_no_counters_are_created_during_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be set to zero only in a replay. Existing counters are used."""
     counters = kernels._Counters(torch.device("cpu"))
     cuda: Any = type("Device", (), {"type": "cuda"})()
     counters._device = cuda
@@ -206,7 +209,7 @@ def test_no_counters_are_made_in_a_recording(monkeypatch: pytest.MonkeyPatch) ->
     assert counters.get() is not None
 
 
-def test_elsewhere_a_gate_is_a_separate_operation() -> None:
+def test_gate_on_a_cpu_is_a_separate_operation() -> None:
     x, weight = torch.randn(6, 64), torch.randn(10, 64)
     wanted = silu_mul(linear(x, weight))
     assert torch.equal(linear_gate(x, weight, None, silu_mul), wanted)
@@ -214,7 +217,7 @@ def test_elsewhere_a_gate_is_a_separate_operation() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("is_on", "launches"), [(True, 8), (False, 9)])
-def test_launches_of_a_layer(
+def test_stream_k_saves_the_launch_of_the_gate(
     is_on: bool,
     launches: int,
     as_on_gpu: None,  # noqa: F811
@@ -222,7 +225,6 @@ def test_launches_of_a_layer(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The gate takes none of its own."""
     if not INTERPRETED:
         pytest.skip("it looks into Triton's interpreter")
     monkeypatch.setattr(kernels, "_is_on", lambda: is_on)

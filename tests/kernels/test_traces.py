@@ -33,7 +33,7 @@ def original(name: str) -> Callable[..., Any]:
 
 
 def check(name: str, make_call: Callable[[], Call]) -> None:
-    """The first operands make a trace, which other operands of the same types then follow."""
+    """Compare several calls: the first makes a trace, the others follow it with new operands."""
     for _ in range(4):
         operands, options = make_call()
         wanted = outcome(partial(original(name), **options), *operands)
@@ -57,14 +57,14 @@ class Memory:
 
 
 def masks(shape: tuple[int, ...]) -> Iterator[tuple[int, ...] | None]:
-    """None, and the shapes that are broadcast to this one."""
+    """Yield None, and the shapes that are broadcast to this one."""
     yield from (None, ()) if not shape else (None, (), shape)
     if len(shape) == 2:
         yield from ((shape[0], 1), (1, shape[1]))
 
 
 def some(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """A mask of any numbers."""
+    """Return a random mask."""
     kind = tl.block_type(tl.int1, list(shape)) if shape else tl.int1
     return tl.tensor(interpreter.TensorHandle(rng.random(shape or (1,)) < 0.5, tl.int1), kind)
 
@@ -73,7 +73,7 @@ OTHERS = [None, 0.0, 7, float("-inf"), tl.constexpr(3), "block"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_loads(dtype: Any) -> None:
+def test_traced_loads_equal_the_original(dtype: Any) -> None:
     rng = np.random.default_rng(0)
     for shape in SHAPES:
         for mask, other in itertools.product(masks(shape), OTHERS):
@@ -83,7 +83,7 @@ def test_loads(dtype: Any) -> None:
                 memory: Any = memory, shape: Any = shape, m: Any = mask, o: Any = other
             ) -> Call:
                 value = o
-                if o == "block":  # of zeros at times, which a load looks at
+                if o == "block":  # sometimes zero, which a load checks for
                     data = np.full(1, rng.integers(0, 2), interpreter._get_np_dtype(dtype))
                     value = tl.tensor(interpreter.TensorHandle(data, dtype), dtype)
                 options = {} if m is None else {"mask": some(m, rng), "other": value}
@@ -93,7 +93,7 @@ def test_loads(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_stores(dtype: Any) -> None:
+def test_traced_stores_equal_the_original(dtype: Any) -> None:
     rng = np.random.default_rng(0)
     for shape in SHAPES:
         for mask, value in itertools.product(masks(shape), (shape, (), 3, 0.5)):
@@ -114,7 +114,7 @@ def test_stores(dtype: Any) -> None:
 
 @pytest.mark.parametrize("has_sums", [False, True])
 @pytest.mark.parametrize("dtype", [tl.float16, tl.float32, tl.int8], ids=str)
-def test_products(dtype: Any, has_sums: bool) -> None:
+def test_traced_products_equal_the_original(dtype: Any, has_sums: bool) -> None:
     rng = np.random.default_rng(0)
     sums = tl.int32 if dtype == tl.int8 else tl.float32
 
@@ -125,7 +125,7 @@ def test_products(dtype: Any, has_sums: bool) -> None:
     check("dot", product)
 
 
-def test_functions_of_shapes_and_numbers() -> None:
+def test_traced_functions_of_shapes_and_numbers_equal_the_originals() -> None:
     rng = np.random.default_rng(0)
     of_a_block: list[tuple[str, tuple[Any, ...]]] = [
         ("trans", ()), ("permute", (1, 0)), ("reshape", (2, 4)), ("reshape", ([8],)),
@@ -143,7 +143,7 @@ def test_functions_of_shapes_and_numbers() -> None:
     check("full", lambda: (([4], make(tl.float32, (), rng), tl.float32), {}))
 
 
-def test_programs_have_their_own_numbers() -> None:
+def test_each_program_gets_its_own_index() -> None:
     builder = interpreter.interpreter_builder
     builder.set_grid_dim(3, 2, 1)
     for x, y in itertools.product(range(3), range(2)):
@@ -152,8 +152,8 @@ def test_programs_have_their_own_numbers() -> None:
         assert [int(tl.num_programs(axis)) for axis in range(3)] == [3, 2, 1]
 
 
-def test_a_constant_keeps_its_dtype() -> None:
-    """A right shift changes the dtype of what its left operand holds."""
+def test_constant_keeps_its_dtype() -> None:
+    """A right shift changes the dtype of its left operand's array."""
     for _ in range(3):
         block = tl.full([4], 8, tl.uint32)
         assert block.handle.data.dtype == np.uint32
@@ -180,7 +180,7 @@ def test_operands_of_known_types_are_checked_once() -> None:
     assert len(calls) == 2
 
 
-def test_arrays_that_the_builder_did_not_make_leave_no_trace() -> None:
+def test_functions_that_bypass_the_builder_are_not_traced() -> None:
     def twice(block: Any, _semantic: Any) -> Any:
         handle = interpreter.TensorHandle(block.handle.data * 2, block.dtype)
         handle = _semantic.builder.create_exp(handle)

@@ -1,4 +1,4 @@
-"""Positions of draft tokens, and what counts of them, by kernels and by torch's operations."""
+"""Compare positions and acceptance of draft tokens by kernels with torch's operations."""
 
 import numpy as np
 import pytest
@@ -21,9 +21,9 @@ MAX_DRAFTS = 5
 
 
 class Step:
-    """A step of some rows: drafting ones, plain ones, one that computes a part of its prompt, and
-    a fork of a plain row. counts: draft tokens of each row of the engine; others hold an old
-    number."""
+    """A step of rows with drafts, plain rows, one that computes a part of its prompt, and a fork
+    of a plain row. counts: draft tokens of each row of the engine; rows outside of the step have a
+    stale number."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         random = np.random.default_rng(seed)
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def samples(self) -> SampleInputs:
-        """Of the row slots, as `gather_step` writes them."""
+        """Return the samples of the row slots, as `gather_step` writes them."""
         found = np.zeros((4, SLOTS), np.int64)
         found[0, :5] = self.sampling
         found[1, :5] = (np.cumsum(self.num_tokens) - 1)[self.sources]
@@ -67,7 +67,7 @@ class Step:
 
     @property
     def places(self) -> DraftPositions:
-        """Of the sampling rows' own positions, then of each row's drafts."""
+        """Return the sampling rows' own positions, then the positions of each row's drafts."""
         counts = self.counts[self.sampling]
         drafts = [(n, 1 + i) for n, count in enumerate(counts.tolist()) for i in range(count)]
         sampling, depths = np.array([*((n, 0) for n in range(5)), *drafts]).T
@@ -75,7 +75,9 @@ class Step:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_positions(seed: int, device: torch.device) -> None:
+def test_draft_positions_have_the_expected_rows_and_lengths(
+    seed: int, device: torch.device
+) -> None:
     step = Step(seed, device)
     num_positions = SLOTS + 20
     found = verify.draft_positions(
@@ -92,8 +94,8 @@ def test_positions(seed: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_counts_is_stored(seed: int, device: torch.device) -> None:
-    """Tokens of three words, so that some drafts are right, and places without any token."""
+def test_accepted_tokens_equal_torchs_and_are_stored(seed: int, device: torch.device) -> None:
+    """Three distinct tokens make some drafts right. Some positions have no valid token."""
     step = Step(seed, device)
     places, state = step.places, step.state
     random = np.random.default_rng(seed + 50)
@@ -127,13 +129,13 @@ def test_what_counts_is_stored(seed: int, device: torch.device) -> None:
     for n, row in enumerate(step.sampling.tolist()):
         before[row, ends[n]] = max(int(tokens[n, counts[n] - 1]), 0)
         assert state.computed_R[row] == ends[n]
-    assert state.computed_R[step.rows[4]] == step.contexts[4], "it only computes"
+    assert state.computed_R[step.rows[4]] == step.contexts[4], "a row that only computes"
     assert torch.equal(state.tokens_RM, before)
     assert (state.computed_R == -7).sum() == ROWS - 6
 
 
-def test_rows_of_the_step_are_drafted_for(device: torch.device) -> None:
-    """As by the host's lists; rows without drafts, of another step or of none, stay as they are."""
+def test_drafts_for_a_step_equal_the_reference(device: torch.device) -> None:
+    """Rows without drafts and rows outside of the step stay unchanged."""
     step, runs = Step(3, device), Runs(1, 3, 100)
     step.state.computed_R[torch.from_numpy(step.rows.astype(np.int64)).to(device)] = (
         torch.from_numpy(step.known - 1).to(device)

@@ -1,8 +1,8 @@
-"""All that a warm-up compiles, for five compute capabilities: spills, late reads, shared memory.
+"""Check a warm-up's launches on five compute capabilities: spills, late reads, shared memory.
 
-The list is made by the warm-up itself, for models of each kind. The launches of a few kernels that
-no warm-up here makes come from their modules. Variants of attention are in test_attention_tiles.py,
-and products behind a switch in test_aot.py.
+Warm-ups of models of each kind list their launches. A few kernels that no warm-up here launches are
+listed by their modules. Variants of attention are in test_attention_tiles.py, and products behind a
+switch in test_aot.py.
 """
 
 import importlib
@@ -55,13 +55,13 @@ SPILLED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("arch", GPUS)
-def test_no_launch_of_a_warm_up_spills_or_reads_late(arch: int, model: str) -> None:
+def test_no_launch_of_a_warm_up_has_late_reads_or_unexpected_spills(arch: int, model: str) -> None:
     check(compiled("warm_launches", "compile", str(arch), model)["found"], arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", GPUS)
-def test_no_launch_outside_of_warm_ups_spills_or_reads_late(arch: int) -> None:
+def test_no_other_launch_has_late_reads_or_unexpected_spills(arch: int) -> None:
     modules = sorted({name.rpartition(".")[0] for name in UNLISTED})
     check(compiled("warm_launches", "unlisted", str(arch), *modules)["found"], arch)
 

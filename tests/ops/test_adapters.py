@@ -1,4 +1,4 @@
-"""The reference of adapters adds what float64 products give, to the rows of its groups only."""
+"""The reference of adapters adds float64 products, only to the rows of its groups."""
 
 import torch
 
@@ -6,7 +6,7 @@ from quire.ops.adapters import AdapterPart, AdapterSlots, ExpertAdapters
 
 
 def slots_with_one(layer: int) -> tuple[AdapterSlots, torch.Tensor]:
-    """Slots whose second one adapts outputs 1 to 3 of a layer; and the whole change [5, 4]."""
+    """Return slots whose second one adapts outputs 1 to 3 of a layer, and the change [5, 4]."""
     torch.manual_seed(0)
     part = AdapterPart(1, torch.randn(2, 4).double(), torch.randn(2, 3).double(), 0.5)
     slots = AdapterSlots(2, layer + 1)
@@ -16,7 +16,7 @@ def slots_with_one(layer: int) -> tuple[AdapterSlots, torch.Tensor]:
     return slots, whole
 
 
-def test_rows_of_groups_get_their_adapters_change() -> None:
+def test_rows_of_a_group_get_the_change_of_its_adapter() -> None:
     slots, change = slots_with_one(2)
     slots.begin_step([(0, [0]), (1, [1, 3])])
     x, out = torch.randn(4, 4).double(), torch.zeros(4, 5).double()

@@ -1,6 +1,6 @@
-"""The tiles of AMX without a CPU that has them: the core's own source with emulated instructions.
+"""Check AMX on CPUs without it: the core's own source with emulated tile instructions.
 
-On a CPU with AMX the emulation is checked against the instructions, bit by bit.
+On a CPU with AMX, the emulation must equal the instructions bit by bit.
 """
 
 import platform
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_emulated_tiles(tmp_path: Path) -> None:
+def test_emulated_tiles_pass_their_checks(tmp_path: Path) -> None:
     kinds = checked_variants([str(build("tiles", tool("g++", "g++"), tmp_path))])
     assert kinds[0] == "emulated"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["linear", "attention"])
-def test_products_of_emulated_tiles(check: str, tmp_path: Path) -> None:
+def test_products_with_emulated_tiles_pass_their_checks(check: str, tmp_path: Path) -> None:
     program = build(check, tool("g++", "g++"), tmp_path, flags=("-DQUIRE_EMULATED_AMX",))
     variants = checked_variants([str(program)])
     if "avx512_bf16" not in variants:

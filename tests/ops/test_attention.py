@@ -1,4 +1,4 @@
-"""The attention backends: all of them against a plain softmax over contiguous memory.
+"""Compare all attention backends with a plain softmax over contiguous memory.
 
 Covers `ops/attention/batches.py` and `ops/attention/torch_cpu.py`.
 """
@@ -86,11 +86,11 @@ LATENT_CASES = {
 }
 HAVE_LATENTS = ("reference", "torch")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
-# In which each backend is compared most closely.
+# The dtype in which each backend is compared most closely.
 EXACT = {"reference": torch.float64, "torch": torch.float64, "cpu": torch.float32}
 
 
-# The kernels of `triton` have tests of their own, in tests/kernels.
+# tests/kernels tests the kernels of `triton`.
 @pytest.fixture(params=[name for name in BACKENDS if name != "triton"])
 def name(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu" and core() is None:
@@ -104,13 +104,13 @@ def check(name: str, got: torch.Tensor, case: Case, contents: Contents) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_reference_is_softmax(case: Case) -> None:
+def test_reference_equals_softmax(case: Case) -> None:
     got = run_named("reference", case, torch.float64)
     torch.testing.assert_close(got, softmax_of(case), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "dtype"), in_turn([*CASES], [*TOLERANCE]), ids=str)
-def test_torch_is_softmax(name: str, dtype: torch.dtype) -> None:
+def test_torch_equals_softmax(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     wanted = softmax_of(case)
     got = run_named("torch", case, dtype)
@@ -120,7 +120,7 @@ def test_torch_is_softmax(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("latent_name", HAVE_LATENTS)
 @pytest.mark.parametrize(("name", "dtype"), in_turn([*LATENT_CASES], [*TOLERANCE]), ids=str)
-def test_latent_attention_is_softmax(latent_name: str, name: str, dtype: torch.dtype) -> None:
+def test_latent_attention_equals_softmax(latent_name: str, name: str, dtype: torch.dtype) -> None:
     case = LATENT_CASES[name]
     got = run_named(latent_name, case, dtype)
     assert got.dtype == dtype and got.is_contiguous()
@@ -128,9 +128,8 @@ def test_latent_attention_is_softmax(latent_name: str, name: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("latent_name", HAVE_LATENTS)
-def test_latent_blocks_move(latent_name: str) -> None:
-    """A row reads its latent vectors in copied blocks, and in blocks that came back from the host
-    memory."""
+def test_latent_blocks_can_be_copied_and_swapped(latent_name: str) -> None:
+    """A row reads its latent vectors in copied blocks, and in blocks loaded from host memory."""
     case = replace(LATENT_CASES["mixed"], rows=((0, 10),))
     contents = make_contents(case)
     backend = make_backend(latent_name, replace(case, rows=((0, 30),)).layout(torch.float64))
@@ -146,7 +145,7 @@ def test_latent_blocks_move(latent_name: str) -> None:
         torch.testing.assert_close(got, wanted[9:], rtol=0, atol=1e-12)
 
 
-def test_backends_without_latents_say_so() -> None:
+def test_backends_without_latent_attention_reject_it() -> None:
     backend = make_within_step("torch", Case([(0, 1)]).layout(torch.float32))
     for call in (
         lambda: backend.write_latent(0, torch.zeros(1, 8)),
@@ -160,7 +159,7 @@ def test_backends_without_latents_say_so() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"), in_turn([*CASES], [torch.float32, torch.bfloat16, torch.float16]), ids=str
 )
-def test_cpu_is_softmax(name: str, dtype: torch.dtype) -> None:
+def test_cpu_equals_softmax(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     wanted = softmax_of(case)
     got = run_named("cpu", case, dtype)
@@ -183,7 +182,7 @@ def test_cpu_gives_a_row_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
         assert torch.equal(single[0], got[row])
 
 
-def test_a_result_goes_where_it_is_wanted(name: str) -> None:
+def test_run_writes_into_the_given_output(name: str) -> None:
     case = CASES["several_new"]
     backend = make_backend(name, case.layout(EXACT[name]))
     wanted = run_backend(backend, case, make_contents(case), case.tables(), EXACT[name])
@@ -195,8 +194,8 @@ def test_a_result_goes_where_it_is_wanted(name: str) -> None:
     assert found is out_TNH and torch.equal(out_TNH, wanted)
 
 
-def test_rows_that_share_blocks(name: str) -> None:
-    """Two rows read a prefix that a third writes in the same step."""
+def test_rows_read_shared_blocks_written_in_the_same_step(name: str) -> None:
+    """Two rows read a prefix that a third row writes."""
     case = Case([(0, 11), (8, 3), (8, 1)])
     contents = make_contents(case)
     for values in (contents.k, contents.v):
@@ -211,7 +210,7 @@ def test_rows_that_share_blocks(name: str) -> None:
 
 
 def test_queries_may_be_views(name: str) -> None:
-    """Heads of queries, keys and values stand side by side in one tensor."""
+    """Heads of queries, keys and values are slices of one tensor."""
     case = Case([(0, 5), (0, 3)])
     contents = make_contents(case)
     q, k, v = torch.cat(
@@ -225,7 +224,7 @@ def test_queries_may_be_views(name: str) -> None:
 
 
 @pytest.mark.parametrize("junk", [-1, 0])
-def test_blocks_that_left_the_window_do_not_count(name: str, junk: int) -> None:
+def test_blocks_that_left_the_window_are_not_read(name: str, junk: int) -> None:
     case = Case([(37, 1), (21, 5)], window=6)
     contents, tables = make_contents(case), case.tables()
     backend = make_backend(name, case.layout(EXACT[name]))
@@ -238,8 +237,8 @@ def test_blocks_that_left_the_window_do_not_count(name: str, junk: int) -> None:
 
 
 @pytest.mark.parametrize("junk", [-1, 0])
-def test_blocks_of_past_chunks_do_not_count(name: str, junk: int) -> None:
-    """The second row's first tokens still see the chunk before its last one's."""
+def test_blocks_of_past_chunks_are_not_read(name: str, junk: int) -> None:
+    """The second row's first tokens still attend to the chunk before that of its last token."""
     case = Case([(39, 1), (20, 5), (63, 1)], chunk=8)
     contents, tables = make_contents(case), case.tables()
     backend = make_backend(name, case.layout(EXACT[name]))
@@ -252,8 +251,8 @@ def test_blocks_of_past_chunks_do_not_count(name: str, junk: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nan_of_an_earlier_owner_stays_away(name: str, dtype: torch.dtype) -> None:
-    """A row that computed NaN must not spoil the rows that get its blocks later."""
+def test_nan_in_reused_blocks_does_not_spread(name: str, dtype: torch.dtype) -> None:
+    """Rows that later get the blocks of a row with NaN must not be affected."""
     spoiled = Case([(0, 16), (0, 16), (0, 16)])
     case = Case([(0, 5), (9, 1), (4, 3)])
     backend = make_backend(name, spoiled.layout(dtype))
@@ -268,7 +267,7 @@ def test_nan_of_an_earlier_owner_stays_away(name: str, dtype: torch.dtype) -> No
     )
 
 
-def test_copied_blocks_give_the_same(name: str) -> None:
+def test_copied_blocks_give_the_same_attention(name: str) -> None:
     case = Case([(0, 10)])
     contents, tables = make_contents(case), [[0, 1, 2]]
     backend = make_backend(name, Case([(0, 30)]).layout(EXACT[name]))
@@ -280,7 +279,7 @@ def test_copied_blocks_give_the_same(name: str) -> None:
     torch.testing.assert_close(got, wanted[9:], rtol=0, atol=tolerance)
 
 
-def test_selection() -> None:
+def test_make_backend_selects_by_name_and_dtype() -> None:
     layout = Case([(0, 1)]).layout
     fast = "torch" if core() is None else "cpu"
     assert make_backend("auto", layout(torch.float32)).name == fast
@@ -293,12 +292,12 @@ def test_selection() -> None:
         make_backend("cpu", layout(torch.float64))
 
 
-def test_block_bytes() -> None:
+def test_stored_block_bytes_count_keys_and_values_of_all_layers() -> None:
     group = CacheGroup("full", (0, 1, 2), num_kv_heads=2, head_dim=8)
     assert group.stored_block_bytes(16, torch.bfloat16.itemsize, "auto") == 2 * 3 * 2 * 8 * 2 * 16
 
 
-def test_a_forwarding_backend_hands_on_everything() -> None:
+def test_forwarding_backend_forwards_every_method() -> None:
     inner = Mock(spec=AttentionBackend)
     outer = ForwardingBackend(inner)
     methods = {k: f for k, f in vars(AttentionBackend).items() if inspect.isfunction(f)}

@@ -1,4 +1,4 @@
-"""Attention in both directions inside a span of a row: all backends against a plain softmax.
+"""Compare bidirectional attention inside spans with a plain softmax, for all backends.
 
 Covers `ends_T` of `AttentionStep`.
 """
@@ -44,7 +44,7 @@ NEEDS_CORE = pytest.mark.skipif(core() is None, reason="the C++ core was not bui
 
 @EACH_CASE
 @pytest.mark.parametrize("name", ["reference", "torch"])
-def test_a_span_is_seen_in_both_directions(name: str, case: Case) -> None:
+def test_spans_are_bidirectional(name: str, case: Case) -> None:
     got = run_named(name, case, torch.float64)
     torch.testing.assert_close(got, softmax_of(case), rtol=0, atol=1e-12)
 
@@ -53,14 +53,16 @@ def test_a_span_is_seen_in_both_directions(name: str, case: Case) -> None:
 @EACH_CASE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", variants())
-def test_every_variant_of_the_core_sees_it(variant: str, dtype: torch.dtype, case: Case) -> None:
+def test_spans_are_bidirectional_in_every_variant_of_the_core(
+    variant: str, dtype: torch.dtype, case: Case
+) -> None:
     backend = CpuBackend(case.layout(dtype), variant=variant)
     got = run_backend(backend, case, make_contents(case), case.tables(), dtype)
     torch.testing.assert_close(got.double(), softmax_of(case), rtol=0, atol=TOLERANCE[dtype])
 
 
 def alone(case: Case, row: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return what the tokens of one row give by themselves."""
+    """Return the attention of one row that is computed alone."""
     spans = tuple((0, first, end) for r, first, end in case.spans if r == row)
     single = replace(case, rows=[case.rows[row]], spans=spans)
     contents = make_contents(case)
@@ -72,7 +74,7 @@ def alone(case: Case, row: int, dtype: torch.dtype) -> torch.Tensor:
 @NEEDS_CORE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["full", "smaller_window", "long", "long_window"])
-def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
+def test_row_with_spans_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     together = run_named("cpu", case, dtype)
     rows = together.split([new for _, new in case.rows])
@@ -83,7 +85,7 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str, dtype: torch.dtype) -> 
 @NEEDS_CORE
 @pytest.mark.parametrize("window", [None, 5])
 def test_text_has_the_bits_of_a_step_without_spans(window: int | None) -> None:
-    """Tokens before a span, and rows without any, do not notice that it is there."""
+    """Spans change no token outside of them, and not their last token."""
     case = replace(CASES["full"], window=window)
     with_spans = run_named("cpu", case, torch.float32)
     without = run_named("cpu", replace(case, spans=()), torch.float32)
@@ -91,7 +93,7 @@ def test_text_has_the_bits_of_a_step_without_spans(window: int | None) -> None:
     assert case.ends_T is not None
     in_span_T = case.ends_T > 0
     assert same_T.numpy()[~in_span_T].all()
-    last_of_a_span = (1 + 11, 1 + 32, 41 + 13)  # sees what it would see anyway
+    last_of_a_span = (1 + 11, 1 + 32, 41 + 13)  # attends to the same tokens without a span
     assert same_T[list(last_of_a_span)].all()
     assert not same_T.numpy()[in_span_T].all()
 
@@ -99,10 +101,10 @@ def test_text_has_the_bits_of_a_step_without_spans(window: int | None) -> None:
 @NEEDS_CORE
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chunk_that_begins_inside_a_span_has_the_same_bits(
+def test_chunk_that_begins_inside_a_span_has_the_same_bits(
     dtype: torch.dtype, window: int | None
 ) -> None:
-    """The first tokens of a span may come from a cache: their keys are those of the whole span."""
+    """A prefix hit may end inside a span; its keys were computed with the whole span."""
     whole = Case([(0, 60)], window=window, spans=((0, 8, 44),))
     rest = Case([(20, 40)], window=window, spans=((0, 8, 44),))
     contents = make_contents(whole)
@@ -115,7 +117,7 @@ def test_a_chunk_that_begins_inside_a_span_has_the_same_bits(
 
 @NEEDS_CORE
 def test_rows_that_share_blocks_may_have_spans() -> None:
-    """Two rows read the first 300 tokens together; one of them has a span behind these."""
+    """Two rows share the first 300 tokens; one of them has a span after these."""
     case = Case([(300, 12), (300, 3)], 4, spans=((0, 301, 310),))
     contents, tables = make_contents(case), case.tables()
     for values in (contents.k, contents.v):

@@ -1,7 +1,7 @@
-"""AVX-VNNI without a CPU that has it: the core's own source with an emulated instruction.
+"""Check AVX-VNNI on CPUs without it: the core's own source with an emulated instruction.
 
-On a CPU with AVX-512 VNNI the same instruction, as AVX-512 encodes it, is checked as well. Made-up
-features check which CPUs run which instruction sets.
+On a CPU with AVX-512 VNNI, the instruction in the encoding of AVX-512 is checked as well. Made-up
+CPU features check which CPUs run which instruction sets.
 """
 
 import platform
@@ -19,21 +19,23 @@ pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("g++") is None, reason="needs g++ and x86-64"
 )
 
-# Variants by number, as a machine with AVX-512 and AVX-VNNI has them.
+# Numbers of the variants on a machine with AVX-512 and AVX-VNNI.
 LINEAR = {"portable": 0, "avx2": 1, "avx_vnni": 2, "avx512": 3, "avx512_bf16": 4}
 
 
-def test_emulated_instruction(tmp_path: Path) -> None:
+def test_emulated_instruction_passes_its_checks(tmp_path: Path) -> None:
     kinds = checked_variants([str(build("vnni", tool("g++", "g++"), tmp_path))])
     assert kinds[0] == "emulated"
 
 
-def test_variants_of_features(tmp_path: Path) -> None:
-    """Skylake-X, whose AVX-512 lacks VNNI, and AVX10 on 256 bits are among them."""
+def test_cpu_features_select_the_expected_variants(tmp_path: Path) -> None:
+    """Among them are Skylake-X, whose AVX-512 lacks VNNI, and AVX10 with 256 bits."""
     assert checked_variants([str(build("variants", tool("g++", "g++"), tmp_path))]) == ["variants"]
 
 
-def test_attention_has_the_kernels_of_the_variant_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_without_a_variant_uses_the_next_lower_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     attention = {name: number for name, number in LINEAR.items() if name != "avx_vnni"}
     monkeypatch.setattr(formats, "variant_numbers", lambda: LINEAR)
     monkeypatch.setattr(cpu, "variants", lambda: attention)
@@ -46,8 +48,8 @@ def test_attention_has_the_kernels_of_the_variant_below(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["EMULATED", "EVEX"])
-def test_products(form: str, tmp_path: Path) -> None:
-    """All formats of integers have the bits of AVX2 and AVX-512: those of exact sums."""
+def test_integer_products_have_the_bits_of_exact_sums(form: str, tmp_path: Path) -> None:
+    """AVX2 and AVX-512 have the same bits, in all integer formats."""
     flags = (f"-DQUIRE_{form}_AVX_VNNI", "-DQUIRE_COMPILED_VARIANTS=7")
     without = ("avx512", "amx")
     program = build("linear", tool("g++", "g++"), tmp_path, flags=flags, without=without)
@@ -61,7 +63,7 @@ def test_products(form: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_clang_compiles_the_kernels(tmp_path: Path) -> None:
-    """Builds with clang have portable code only, so nothing but this test compiles the file."""
+    """Builds with clang have portable code only, so only this test compiles the file with it."""
     features = ("-mavx2", "-mfma", "-mf16c", "-mavxvnni", "-DQUIRE_X86_VARIANTS")
     source = CSRC / "linear_avx_vnni.cpp"
     command = [tool("clang++", "clang"), *FLAGS, *features, "-c", str(source)]

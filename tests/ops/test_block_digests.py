@@ -1,4 +1,4 @@
-"""Digests of blocks by the C++ core, against hashlib."""
+"""Compare digests of blocks by the C++ core with hashlib's."""
 
 import hashlib
 
@@ -20,9 +20,8 @@ def sha256_chain() -> BlockChain:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 4, 22, 23, 24, 31, 32, 64, 86, 87, 88, 1024])
-def test_each_digest_is_that_of_hashlib(block_bytes: int) -> None:
-    """Also where the padding of a block needs a chunk of its own: 23 and 87 bytes are the last
-    without."""
+def test_each_digest_equals_hashlibs(block_bytes: int) -> None:
+    """The padding of a block may need a chunk of its own: 23 and 87 bytes are the last without."""
     parent, blocks = RNG.bytes(32), RNG.bytes(5 * block_bytes)
     expected, digest = [], parent
     for i in range(5):
@@ -40,12 +39,12 @@ def test_other_hashes_have_no_chain() -> None:
 @pytest.mark.parametrize(
     ("parent", "num_bytes", "width"), [(31, 64, 64), (32, 65, 64), (32, 64, 0)]
 )
-def test_blocks_must_be_whole(parent: int, num_bytes: int, width: int) -> None:
+def test_partial_blocks_are_rejected(parent: int, num_bytes: int, width: int) -> None:
     with pytest.raises(ValueError, match="whole blocks"):
         sha256_chain()(bytes(parent), bytes(num_bytes), width)
 
 
-def test_names_of_blocks_are_the_same_with_the_core() -> None:
+def test_block_names_are_the_same_with_and_without_the_core() -> None:
     """Runs of many blocks, single blocks, and blocks with marks, which hashlib hashes."""
     tokens, root = RNG.integers(0, 1 << 31, 2112).astype(np.int32), RNG.bytes(32)
     for marks in ((), ((70, bytes(32)),)):

@@ -1,4 +1,4 @@
-"""Exchanges of ranks, by each kind of group that runs here, against results by hand."""
+"""Compare exchanges between ranks, by each kind of group, with results by hand."""
 
 import threading
 import time
@@ -15,13 +15,13 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int
 
 
 def part(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What a rank gives: its own numbers, rounded to the dtype."""
+    """Return a rank's input: its own random numbers, rounded to the dtype."""
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     return (noise * 100).to(dtype)
 
 
 def summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in the order of ranks; 16 bits are rounded once, at the end."""
+    """Return the sum in the order of ranks; 16 bits are rounded once, at the end."""
     wide = [each if each.element_size() > 2 else each.float() for each in parts]
     total = wide[0]
     for each in wide[1:]:
@@ -50,11 +50,11 @@ def exchange_all(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_threads_exchange(size: int, dtype: torch.dtype) -> None:
+def test_thread_groups_exchange_correctly(size: int, dtype: torch.dtype) -> None:
     run_ranks(size, lambda group: exchange_all(group, dtype))
 
 
-def test_neighbours_exchange_among_each_other() -> None:
+def test_neighbours_exchange_only_with_each_other() -> None:
     def work(group: RankGroup) -> list[float]:
         pair = neighbours(group, 2)
         exchange_all(pair, torch.float64, sizes=(7,))
@@ -65,7 +65,7 @@ def test_neighbours_exchange_among_each_other() -> None:
     assert neighbours(whole, 2) is whole and neighbours(whole, 1).size == 1
 
 
-def test_what_a_rank_gets_is_its_own() -> None:
+def test_ranks_do_not_share_the_memory_of_results() -> None:
     def work(group: RankGroup) -> torch.Tensor:
         total = group.all_reduce(torch.ones(5))
         total += group.rank
@@ -76,9 +76,9 @@ def test_what_a_rank_gets_is_its_own() -> None:
     assert first.tolist() == [2.0] * 5 and second.tolist() == [3.0] * 5
 
 
-def test_a_rank_that_gives_up_wakes_the_others() -> None:
-    waiting, giving_up = thread_groups(2)
-    timer = threading.Timer(0.05, giving_up.abort)
+def test_abort_of_a_rank_wakes_the_waiting_ranks() -> None:
+    waiting, aborting = thread_groups(2)
+    timer = threading.Timer(0.05, aborting.abort)
     timer.start()
     began = time.monotonic()
     with pytest.raises(RankLost, match="has failed"):
@@ -88,7 +88,7 @@ def test_a_rank_that_gives_up_wakes_the_others() -> None:
         waiting.all_gather(torch.ones(3))
 
 
-def test_what_the_first_of_some_threads_raised_is_raised() -> None:
+def test_run_ranks_raises_the_first_error_of_a_rank() -> None:
     def work(group: RankGroup) -> None:
         if group.rank == 1:
             raise ValueError("not this one")

@@ -1,4 +1,4 @@
-"""Attention by ranks that share sequences, token by token, compared with a plain softmax."""
+"""Compare attention by ranks that divide the tokens of sequences with a plain softmax."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ from tests.support.models.paged_forward import RowPart, make_step
 
 MIXED = [(0, 9), (30, 1), (5, 7), (0, 1), (31, 1), (3, 90)]
 DECODE = [(17, 1), (1, 1), (40, 1), (16, 1), (0, 1)]
-# Blocks as the scheduler counts them: c times as long as a rank's.
+# Block sizes as the scheduler counts them: a rank's size, times the number of ranks.
 CASES = {
     "decode_1": (2, Case(DECODE, block_size=2)),
     "decode": (2, Case(DECODE, block_size=16)),
@@ -70,13 +70,13 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def own_heads(x: torch.Tensor, kv_heads: int, group: RankGroup, dim: int) -> torch.Tensor:
-    """Of the query heads of each KV head, those of a rank."""
+    """Return a rank's query heads of each KV head."""
     parts = x.unflatten(dim, (kv_heads, group.size, -1)).select(dim + 1, group.rank)
     return parts.flatten(dim, dim + 1).contiguous()
 
 
 def poison(backend: AttentionBackend) -> None:
-    """What was never written is NaN."""
+    """Fill the memory with NaN, to expose reads of unwritten slots."""
     inner = [getattr(backend, each, None) for each in ("_divided", "_whole")]
     for each in [found for found in inner if found is not None] or [backend]:
         memory = list(each._kv.values()) if hasattr(each, "_host") else each._memory.kv
@@ -94,7 +94,7 @@ Steps = Sequence[Sequence[tuple[int, int, int]]]  # of (row, begin, end)
 
 
 def steps_of(case: Case) -> Steps:
-    """What stands before the step, and the step."""
+    """Return a step of the earlier tokens, and the step itself."""
     before = [(row, 0, lens[0]) for row, lens in enumerate(case.rows) if lens[0]]
     step = [(row, lens[0], sum(lens)) for row, lens in enumerate(case.rows)]
     return [each for each in (before, step) if each]
@@ -103,7 +103,7 @@ def steps_of(case: Case) -> Steps:
 def in_steps(
     name: str, dtype: torch.dtype, case: Case, contents: Contents, steps: Steps, group: RankGroup
 ) -> torch.Tensor:
-    """What a rank computes of all tokens of all sequences, one after the other."""
+    """Return a rank's results for all tokens, sequence after sequence."""
     backend, tables = shared(name, case.layout(dtype), group), case.tables()
     shape = case.heads // group.size, HEAD_DIM
     outs = [torch.empty(len(q), *shape, dtype=dtype) for q in contents.q]
@@ -129,7 +129,7 @@ def in_steps(
 def check_shared(
     name: str, num: int, case: Case, steps: Steps, dtype: torch.dtype, seed: int = 0
 ) -> None:
-    """Compare all tokens of all sequences."""
+    """Compare all tokens of all sequences with a softmax."""
     contents = make_contents(case, seed)
     got = run_ranks(num, partial(in_steps, name, dtype, case, contents, steps))
     assert {each.dtype for each in got} == {dtype}
@@ -144,7 +144,7 @@ def check(got: Sequence[torch.Tensor], wanted: torch.Tensor, kv_heads: int, atol
 
 
 # The reference goes token by token, so few of its cases are quick.
-QUICK = {  # the core has all cases
+QUICK = {  # all cases of the core are quick
     "reference": ("decode_of_4", "of_3", "sinks_of_4", "window", "spans"), "torch": [*CASES][::2],
 }  # fmt: skip
 
@@ -160,12 +160,12 @@ QUICK = {  # the core has all cases
     ],
     indirect=["name"],
 )  # fmt: skip
-def test_it_is_softmax(name: str, num: int, case: Case) -> None:
+def test_attention_of_divided_tokens_equals_softmax(name: str, num: int, case: Case) -> None:
     check_shared(name, num, case, steps_of(case), NAMES[name])
 
 
 @pytest.mark.parametrize("name", ["torch", "cpu"])
-def test_16_bits_are_merged_in_float32(name: str) -> None:
+def test_16_bit_parts_are_merged_in_float32(name: str) -> None:
     if name == "cpu" and core() is None:
         pytest.skip("the C++ core was not built")
     num, case = CASES["sinks_of_4"]
@@ -173,8 +173,8 @@ def test_16_bits_are_merged_in_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("block_size", slow_but((2, 4, 8, 32), 2, 32))
-def test_any_chunks_and_lengths(name: str, block_size: int) -> None:
-    """Sequences that are computed step by step, each in chunks of its own."""
+def test_chunks_and_lengths_may_be_any(name: str, block_size: int) -> None:
+    """Each sequence is computed in chunks of its own."""
     random = np.random.default_rng(block_size)
     lens = random.integers(1, 75, 4).tolist()
     case = Case([(0, length) for length in lens], block_size)
@@ -196,8 +196,8 @@ def chunks_of(lens: Sequence[int], random: np.random.Generator) -> Steps:
     return steps
 
 
-def test_blocks_move_with_their_part(name: str) -> None:
-    """Swapped out, loaded into other blocks, and copied: each rank its own tokens."""
+def test_each_rank_moves_its_tokens_of_a_block(name: str) -> None:
+    """Blocks are swapped out, loaded into other blocks, and copied."""
     case = Case([(0, 21)], block_size=8)
     contents, dtype = make_contents(case), NAMES[name]
     wanted = attend_contiguous(case, contents)[-1:]
@@ -221,8 +221,8 @@ def test_blocks_move_with_their_part(name: str) -> None:
     check(run_ranks(2, work), wanted, case.kv_heads, TOLERANCE[dtype])
 
 
-def test_a_rank_has_its_part_of_the_memory() -> None:
-    """A quarter of what sees all tokens; windows and states as they are."""
+def test_rank_has_its_share_of_full_attentions_memory() -> None:
+    """One of four ranks has a quarter. Windows and states are not divided."""
     groups = (
         CacheGroup("full", (0, 3), 1, HEAD_DIM),
         CacheGroup("window", (1,), 1, HEAD_DIM, 10),
@@ -247,23 +247,23 @@ def test_a_rank_has_its_part_of_the_memory() -> None:
 
 
 def test_every_token_is_on_one_rank() -> None:
-    dealings = [TokenDivision(rank, 3, 4) for rank in range(3)]
+    divisions = [TokenDivision(rank, 3, 4) for rank in range(3)]
     positions = torch.arange(50)
-    counts = torch.stack([each.before(positions) for each in dealings])
+    counts = torch.stack([each.before(positions) for each in divisions])
     assert torch.equal(counts.sum(0), positions)
     given = torch.cat([positions, torch.tensor([-1])])
-    slots = torch.stack([each.slots(given) for each in dealings])
+    slots = torch.stack([each.slots(given) for each in divisions])
     assert (slots[:, :-1] >= 0).sum(0).tolist() == [1] * 50 and slots[:, -1].tolist() == [-1] * 3
     assert slots.amax(0)[:14].tolist() == [*range(4), *range(4), *range(4), 4, 5]
 
 
-def test_alone_nothing_changes() -> None:
+def test_single_rank_uses_the_plain_backend() -> None:
     case = Case(DECODE)
     layout = case.layout(torch.float64)
     assert isinstance(share_context(layout, TorchBackend, ALONE), TorchBackend)
 
 
-def test_blocks_must_be_divisible() -> None:
+def test_block_size_must_be_divisible_by_the_ranks() -> None:
     layout = replace(Case(DECODE).layout(torch.float64), block_size=16)
 
     def work(group: RankGroup) -> None:
@@ -273,7 +273,7 @@ def test_blocks_must_be_divisible() -> None:
     run_ranks(3, work)
 
 
-def test_a_part_without_keys_adds_nothing() -> None:
+def test_part_without_keys_adds_nothing() -> None:
     out = torch.randn(2, 3, 4, 5, dtype=torch.float64)
     log_sums = torch.randn(2, 3, 4, dtype=torch.float64)
     out[1, 0], log_sums[1, 0] = 0.0, -torch.inf

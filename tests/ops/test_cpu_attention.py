@@ -1,4 +1,4 @@
-"""Attention of the C++ core: against a plain softmax, and the same bits however the work is cut."""
+"""Attention of the C++ core equals a plain softmax, with the same bits in any division of work."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ class Sequences:
 def make_sequences(
     lengths: Sequence[int], dtype: torch.dtype = torch.float32, head_dim: int = 32
 ) -> Sequences:
-    """Four query heads, two KV heads."""
+    """Return random sequences with four query heads and two KV heads."""
     generator = torch.Generator().manual_seed(1)
 
     def values(heads: int) -> list[torch.Tensor]:
@@ -84,8 +84,8 @@ def make_sequences(
 
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("cap", [0.05, 1.0, 50.0, 1e4, 1e30])
-def test_a_cap_errs_by_roundings_alone(cap: float, variant: str) -> None:
-    """Of two tokens one has the score 0 and the value 0; the other's weight tells its score."""
+def test_soft_cap_is_exact_up_to_rounding(cap: float, variant: str) -> None:
+    """One of two tokens has score 0 and value 0, so the result is the weight of the other."""
     scores = torch.logspace(-6, 6, 500).float()
     q = torch.cat([scores, -scores])[:, None, None].expand(-1, 1, 8).contiguous()
     kv = torch.zeros(2, 1, 8)
@@ -116,11 +116,11 @@ class Cut:
     cascade: bool = True
     soft_cap: float | None = None
     has_sinks: bool = False
-    shared: int = 0  # tokens at the beginning of all rows whose blocks are the first row's
+    shared: int = 0  # leading tokens whose blocks all rows share
 
 
 def make_backend(cut: Cut, sequences: Sequences) -> tuple[CpuBackend, list[list[int]]]:
-    """With blocks in random order, and the rows' tables."""
+    """Return a backend, and the rows' tables of blocks in random order."""
     first = sequences.k[0]
     counts = [-(-n // cut.block_size) for n in sequences.lengths]
     kind = "full" if cut.window is None else "window"
@@ -134,7 +134,7 @@ def make_backend(cut: Cut, sequences: Sequences) -> tuple[CpuBackend, list[list[
 
 
 def compute(cut: Cut, sequences: Sequences) -> list[torch.Tensor]:
-    """What each sequence's tokens get, [length, N, H]."""
+    """Return the attention of each sequence, [length, N, H]."""
     backend, tables = make_backend(cut, sequences)
     done = [0] * len(tables)
     outs: list[list[torch.Tensor]] = [[] for _ in tables]
@@ -157,7 +157,7 @@ def compute(cut: Cut, sequences: Sequences) -> list[torch.Tensor]:
 
 
 def same_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    """NaN like NaN."""
+    """Return whether all values are equal, where NaN equals NaN."""
     return all(
         np.array_equal(x.float().numpy(), y.float().numpy(), equal_nan=True)
         for x, y in zip(a, b, strict=True)
@@ -166,7 +166,7 @@ def same_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Puts the number of threads back."""
+    """Restore the number of threads after the test."""
     yield
     set_num_threads(None)
 
@@ -174,7 +174,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "variant", "dtype"), pairwise(list(CASES), list(variants()), DTYPES), ids=str
 )
-def test_every_variant_is_softmax(name: str, variant: str, dtype: torch.dtype) -> None:
+def test_every_variant_equals_softmax(name: str, variant: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     contents = make_contents(case)
     backend = CpuBackend(case.layout(dtype), variant=variant)
@@ -183,7 +183,7 @@ def test_every_variant_is_softmax(name: str, variant: str, dtype: torch.dtype) -
 
 
 def as_int8(values: torch.Tensor) -> torch.Tensor:
-    """[..., H] as it is after it was stored, in float64."""
+    """Return [..., H] after a conversion to int8 and back, in float64."""
     values = values.float()
     largest = values.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest == 0, 0.0, torch.tensor(127.0) / largest)
@@ -191,7 +191,7 @@ def as_int8(values: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_int8_is_softmax_of_what_is_stored(case: Case) -> None:
+def test_int8_attention_equals_softmax_of_stored_values(case: Case) -> None:
     contents = make_contents(case)
     contents.k[0][0, 0] = 0.0
     stored = Contents(
@@ -211,8 +211,8 @@ def test_int8_is_softmax_of_what_is_stored(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_fp8_is_softmax_of_what_is_stored(case: Case) -> None:
-    """Numbers beyond the range have the largest magnitude; a number of any size is the nearest."""
+def test_fp8_attention_equals_softmax_of_stored_values(case: Case) -> None:
+    """Values beyond the range saturate; others are rounded to the nearest."""
     k_scale, v_scale = 0.002, 0.05
     contents = make_contents(case)
     contents.v[0][0, 0] *= 1e-3
@@ -233,7 +233,7 @@ def test_fp8_is_softmax_of_what_is_stored(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_queries_may_be_wider_than_keys(dtype: torch.dtype) -> None:
+def test_queries_may_have_a_wider_dtype_than_keys(dtype: torch.dtype) -> None:
     case = CASES["block_16"]
     contents = make_contents(case)
     backend = CpuBackend(case.layout(dtype))
@@ -253,8 +253,8 @@ def test_queries_may_be_wider_than_keys(dtype: torch.dtype) -> None:
     assert (got.double() - wanted).square().mean().sqrt() < tolerance / 5
 
 
-def test_a_single_head_may_lie_anywhere() -> None:
-    """The stride between heads means nothing where there is one: transposed keys [1, T, H]."""
+def test_stride_of_a_single_head_is_ignored() -> None:
+    """Transposed keys [1, T, H] have such a stride."""
     case = CASES["multi_query"]
     contents = make_contents(case)
     backend = CpuBackend(case.layout(torch.float32))
@@ -273,7 +273,7 @@ def test_a_single_head_may_lie_anywhere() -> None:
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("head_dim", [2, 8, 20, 72, 80, 128])
-def test_any_head_size(head_dim: int, kv_format: str, variant: str) -> None:
+def test_any_head_size_equals_softmax(head_dim: int, kv_format: str, variant: str) -> None:
     sequences = make_sequences([70, 3], torch.bfloat16, head_dim)
     cut = Cut([(60, 3), (10, 0)], kv_format=kv_format, variant=variant)
     if kv_format == "fp8" and head_dim < 4:
@@ -308,7 +308,7 @@ STORED_IDS = ["float32", "bfloat16", "int8", "fp8"]
     ("variant", "stored", "window", "extras"),
     pairwise(list(variants()), STORED_IDS, [None, 100], EXTRAS),
 )
-def test_the_same_bits_however_the_work_is_cut(
+def test_bits_do_not_depend_on_chunks_blocks_or_threads(
     extras: dict[str, Any], stored: str, window: int | None, variant: str, threads: None
 ) -> None:
     kv_format, dtype = STORED[STORED_IDS.index(stored)]
@@ -333,7 +333,7 @@ def test_the_same_bits_however_the_work_is_cut(
         list(variants()), [False, True], [2000, pytest.param(4000, marks=pytest.mark.slow)], EXTRAS
     ),
 )
-def test_the_same_bits_if_a_context_is_split(
+def test_splitting_a_context_does_not_change_bits(
     extras: dict[str, Any], length: int, has_window: bool, variant: str, threads: None
 ) -> None:
     sequences = make_sequences([length, 40])
@@ -359,7 +359,7 @@ def test_long_contexts_are_split_for_several_threads(threads: None) -> None:
 
 
 def make_shared(shared: int, lengths: Sequence[int]) -> Sequences:
-    """Sequences that begin with the same tokens."""
+    """Return sequences that begin with the same tokens."""
     sequences = make_sequences(lengths)
     for values in (sequences.q, sequences.k, sequences.v):
         for other in values[1:]:
@@ -371,7 +371,7 @@ def make_shared(shared: int, lengths: Sequence[int]) -> Sequences:
     ("block_size", "variant", "extras"),
     pairwise(slow_but((3, 16, 256), 3, 16), list(variants()), EXTRAS),
 )
-def test_the_same_bits_if_rows_share_blocks(
+def test_sharing_blocks_does_not_change_bits(
     extras: dict[str, Any], block_size: int, variant: str, threads: None
 ) -> None:
     shared = 768
@@ -388,7 +388,7 @@ def test_the_same_bits_if_rows_share_blocks(
 
 
 def test_shared_spans_are_read_once(threads: None) -> None:
-    """Three rows share two spans; a fourth, which has one of them, would make it fewer reads."""
+    """Three rows share two spans. A fourth row, which has one of these, does not join them."""
     set_num_threads(1)
     contexts = [800, 800, 790, 300]
     backend, tables = make_backend(Cut([], shared=512), make_shared(512, [800, 800, 790, 600]))
@@ -402,10 +402,10 @@ def test_shared_spans_are_read_once(threads: None) -> None:
     ("variant", "stored", "bad", "extras"),
     pairwise(list(variants()), STORED_IDS, [torch.nan, torch.inf], EXTRAS),
 )
-def test_what_is_not_finite_reaches_those_who_see_it(
+def test_nonfinite_values_reach_only_queries_that_attend_to_them(
     extras: dict[str, Any], bad: float, stored: str, variant: str
 ) -> None:
-    """Of queries before the bad token and of those whose window has left it, no bit changes."""
+    """Queries before the bad token, and queries whose window has left it, keep their bits."""
     kv_format, dtype = STORED[STORED_IDS.index(stored)]
     if kv_format == "fp8":
         bad = torch.nan  # an infinity is stored as 448
@@ -422,7 +422,7 @@ def test_what_is_not_finite_reaches_those_who_see_it(
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_blocks_move_whole(kv_format: str) -> None:
+def test_blocks_can_be_copied_and_swapped(kv_format: str) -> None:
     sequences = make_sequences([40])
     backend, tables = make_backend(Cut([], kv_format=kv_format), sequences)
     q, k, v = sequences.q[0], sequences.k[0], sequences.v[0]
@@ -439,7 +439,7 @@ def test_blocks_move_whole(kv_format: str) -> None:
     assert torch.equal(backend.run(0, q, Scores(0.2)), wanted)
 
 
-def test_only_this_backend_stores_int8() -> None:
+def test_torch_and_reference_backends_reject_int8() -> None:
     layout = replace(Case([(0, 1)]).layout(torch.float32), kv_format="int8")
     for backend in (TorchBackend, ReferenceBackend):
         with pytest.raises(ConfigError, match="not as int8"):
@@ -457,10 +457,10 @@ def test_only_this_backend_stores_int8() -> None:
         (torch.float32, "auto", "float32"),
     ],
 )
-def test_products_are_those_of_the_format_of_keys(
+def test_kv_format_selects_the_instruction_set(
     dtype: torch.dtype, kv_format: str, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where dots of bfloat16 are slow, another instruction set was chosen for that format."""
+    """The instruction sets of float32 and of bfloat16 may differ."""
     names = list(variants())
     chosen = {"float32": names[0], "bfloat16": names[-1]}
     monkeypatch.setattr("quire.ops.attention.cpu.chosen_variant", chosen.__getitem__)

@@ -1,5 +1,5 @@
-"""Latent attention of the C++ core: against a plain softmax, and the same bits however the work is
-cut."""
+"""Latent attention of the C++ core equals a plain softmax, with the same bits in any division of
+work."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -39,13 +39,13 @@ SHAPES = {
     "deepseek": Latents((40, 3), num_heads=16, size=576, num_values=512),
     "deepseek_v3": Latents((20, 1), num_heads=128, size=576, num_values=512),
 }
-# The first steps of the sequences, and the others in one step; a token per sequence at the end.
+# Tokens of each sequence in each step; the last step has one token of each.
 STEPS: list[tuple[int, ...]] = [(1, 30, 7, 0, 3), (7, 0, 4, 0, 69), (1, 1, 1, 1, 1)]
 
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Puts the number of threads back."""
+    """Restore the number of threads after the test."""
     yield
     set_num_threads(None)
 
@@ -66,7 +66,7 @@ def compute(
 @pytest.mark.parametrize(
     ("name", "variant", "dtype"), pairwise(list(SHAPES), list(variants()), list(TOLERANCE)), ids=str
 )
-def test_it_is_softmax(name: str, variant: str, dtype: torch.dtype) -> None:
+def test_latent_attention_equals_softmax(name: str, variant: str, dtype: torch.dtype) -> None:
     case = SHAPES[name]
     contents = make_contents(case, dtype)
     found = compute(case, contents, steps_of(case), variant=variant)
@@ -77,7 +77,7 @@ def test_it_is_softmax(name: str, variant: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("name", ["usual", "parts_of_heads", "deepseek"])
-def test_int8_is_softmax_of_what_is_stored(name: str, variant: str) -> None:
+def test_int8_attention_equals_softmax_of_stored_values(name: str, variant: str) -> None:
     case = replace(SHAPES[name], kv_format="int8")
     contents = make_contents(case)
     contents.latents[0][0] = 0.0  # the largest magnitude of a vector may be 0
@@ -90,8 +90,10 @@ def test_int8_is_softmax_of_what_is_stored(name: str, variant: str) -> None:
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", ["usual", "parts_of_heads", "deepseek"])
-def test_fp8_is_softmax_of_what_is_stored(name: str, dtype: torch.dtype, variant: str) -> None:
-    """Numbers beyond the range have the largest magnitude; a NaN stays one."""
+def test_fp8_attention_equals_softmax_of_stored_values(
+    name: str, dtype: torch.dtype, variant: str
+) -> None:
+    """Values beyond the range saturate; NaN stays NaN."""
     scale = 0.004
     case = replace(SHAPES[name], kv_format="fp8")
     contents = make_contents(case, dtype)
@@ -107,8 +109,8 @@ def test_fp8_is_softmax_of_what_is_stored(name: str, dtype: torch.dtype, variant
 
 
 @pytest.mark.parametrize("variant", variants())
-def test_every_number_of_fp8_is_read_and_written(variant: str) -> None:
-    """One token with all numbers that fp8 has, the NaNs apart: its result is the token itself."""
+def test_every_fp8_value_is_read_and_written(variant: str) -> None:
+    """One token has all fp8 values but NaN; its result is the token itself."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = numbers[~numbers.isnan()]
     between = (numbers[1:] + numbers[:-1]) / 2  # ties
@@ -130,7 +132,9 @@ STORED = {
 
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("stored", STORED)
-def test_the_same_bits_however_the_work_is_cut(stored: str, variant: str, threads: None) -> None:
+def test_bits_do_not_depend_on_chunks_blocks_or_threads(
+    stored: str, variant: str, threads: None
+) -> None:
     kv_format, dtype = STORED[stored]
     case = Latents((600, 300, 31), num_heads=6, kv_format=kv_format)
     contents = make_contents(case, dtype)
@@ -151,7 +155,7 @@ def test_the_same_bits_however_the_work_is_cut(stored: str, variant: str, thread
 
 
 @pytest.mark.parametrize("variant", variants())
-def test_the_same_bits_if_rows_share_blocks(variant: str, threads: None) -> None:
+def test_sharing_blocks_does_not_change_bits(variant: str, threads: None) -> None:
     case = Latents((1100, 800, 769), shared=768)
     contents = make_contents(case)
     steps = [(1000, 0, 0), (99, 31, 0), (1, 1, 1)]
@@ -162,7 +166,7 @@ def test_the_same_bits_if_rows_share_blocks(variant: str, threads: None) -> None
         assert all(map(torch.equal, got, wanted))
 
 
-def test_values_that_are_not_finite_reach_later_tokens_alone() -> None:
+def test_nan_reaches_only_later_tokens() -> None:
     case = Latents((400,), num_heads=3)
     contents = make_contents(case, torch.bfloat16)
     (wanted,) = compute(case, contents, [(400,)])
@@ -173,7 +177,7 @@ def test_values_that_are_not_finite_reach_later_tokens_alone() -> None:
 
 
 @pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8"])
-def test_blocks_move_whole(kv_format: str) -> None:
+def test_blocks_can_be_copied_and_swapped(kv_format: str) -> None:
     case = Latents((40,), kv_format=kv_format)
     contents, (table,) = make_contents(case), case.tables()
     backend = CpuBackend(case.layout(torch.float32, CPU))
@@ -189,7 +193,7 @@ def test_blocks_move_whole(kv_format: str) -> None:
     assert torch.equal(got, wanted)
 
 
-def test_vectors_are_whole_words() -> None:
+def test_latent_vectors_must_be_multiples_of_4_bytes() -> None:
     layouts = [
         Latents(size=39).layout(torch.bfloat16, CPU),
         Latents(size=38, kv_format="int8").layout(torch.float32, CPU),

@@ -1,4 +1,4 @@
-"""DRY against what text-generation-webui and llama.cpp compute, in plain loops and in float64."""
+"""Compare DRY with the algorithms of text-generation-webui and llama.cpp, in float64 loops."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from quire.ops.sampling.dry import Dry, dry_penalties
 
 
 def expected(tokens: list[int], dry: Dry) -> dict[int, float]:
-    """Walk back from each earlier place of the last token (text-generation-webui)."""
+    """Walk back from each earlier occurrence of the last token (text-generation-webui)."""
     if dry.last_n >= 0:
         tokens = tokens[len(tokens) - dry.last_n :] if dry.last_n < len(tokens) else tokens
     found: dict[int, int] = {}
@@ -35,8 +35,10 @@ def expected(tokens: list[int], dry: Dry) -> dict[int, float]:
 
 
 def longest_by_suffixes(tokens: list[int], breakers: set[int]) -> dict[int, int]:
-    """How long is the longest suffix of the text that stands before a token earlier, too, limited
-    by how many tokens come after the last breaker (llama.cpp)."""
+    """Return for each token the longest suffix of the text that an earlier occurrence follows.
+
+    The number of tokens after the last breaker limits the length (llama.cpp).
+    """
     last = max((i for i, token in enumerate(tokens) if token in breakers), default=-1)
     limit, found = len(tokens) - 1 - last, dict[int, int]()
     for length in range(1, limit + 1):
@@ -57,7 +59,7 @@ def penalties(tokens: list[int], dry: Dry) -> dict[int, float]:
     return dict(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-def test_the_example_of_llama_cpp() -> None:
+def test_example_of_llama_cpp_gives_its_penalties() -> None:
     """a b c c b c y a b c: `c` would make a repetition of 4, `y` one of 3, `b` one of 2."""
     a, b, c, y = range(4)
     tokens = [a, b, c, c, b, c, y, a, b, c]
@@ -72,7 +74,7 @@ def test_the_example_of_llama_cpp() -> None:
     st.sampled_from([-1, 0, 1, 7, 100]),
     st.sampled_from([1.0, 1.2, 1.75, 90.0]),
 )
-def test_any_text(
+def test_penalties_of_any_text_equal_the_references(
     tokens: list[int], breakers: list[int], allowed: int, last_n: int, base: float
 ) -> None:
     dry = make(breakers, allowed_length=allowed, last_n=last_n, base=base)
@@ -83,7 +85,7 @@ def test_any_text(
         assert found.keys() == {t for t, length in by_suffix.items() if length >= allowed}
 
 
-def test_a_long_repetition_stays_a_number() -> None:
+def test_penalty_of_a_long_repetition_is_finite() -> None:
     tokens = list(range(500)) * 2
     ((token, value),) = penalties(tokens, make(multiplier=0.5)).items()
     assert token == 0 and 1e37 < value < np.inf

@@ -1,4 +1,4 @@
-"""Ids below 0 read the encoder memory, and have zeros in the table; positions with several axes.
+"""Negative ids read the encoder memory, and give zeros from the table; rotation with axes.
 
 Covers `ops/embedding.py`, `ops/rotary.py`, and their kinds in the C++ core.
 """
@@ -25,7 +25,7 @@ def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def expected(x_TD: torch.Tensor, memory_SW: torch.Tensor, offset: int, adds: bool) -> torch.Tensor:
-    """Token by token."""
+    """Compute the result token by token."""
     found = x_TD.clone()
     for token, id_ in enumerate(IDS.tolist()):
         if id_ < 0:
@@ -35,7 +35,7 @@ def expected(x_TD: torch.Tensor, memory_SW: torch.Tensor, offset: int, adds: boo
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_rows_of_the_memory_are_placed_and_added(dtype: torch.dtype) -> None:
+def test_rows_of_the_encoder_memory_are_placed_and_added(dtype: torch.dtype) -> None:
     x = values(len(IDS), SIZE, dtype=dtype)
     memory = values(SLOTS, 3 * SIZE, seed=1, dtype=torch.promote_types(dtype, torch.float32))
     for ids in (IDS, IDS.int()):
@@ -45,8 +45,8 @@ def test_rows_of_the_memory_are_placed_and_added(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("packing", [None, "plain", "int8"])
-def test_the_table_gives_zeros(packing: str | None) -> None:
-    """Also a part of it, which another rank completes, and one that a head packed."""
+def test_table_gives_zeros_for_negative_ids(packing: str | None) -> None:
+    """Also a rank's part of a table, and a table that a head packed."""
     table = values(8, SIZE)
     weight = table
     if packing is not None:
@@ -74,7 +74,7 @@ def run_core(forward: object, ids_T: torch.Tensor, positions: torch.Tensor) -> t
     return out
 
 
-def test_the_core_reads_the_memory() -> None:
+def test_core_reads_the_encoder_memory() -> None:
     table, memory = values(8, SIZE), values(SLOTS, 2 * SIZE, seed=1)
     packed = pack_weight(table.clone())
     for weight in (table, packed):
@@ -93,8 +93,8 @@ def test_the_core_reads_the_memory() -> None:
     assert not run_core(looked_up, IDS, IDS)[~IS_TEXT].any()
 
 
-def test_each_frequency_turns_by_the_position_on_its_axis() -> None:
-    """By the same position on all axes as without axes, to the bit, in torch and in the core."""
+def test_each_frequency_uses_the_position_on_its_axis() -> None:
+    """Equal positions on all axes give the bits of a rotation without axes, also in the core."""
     frequencies = 100.0 ** -(torch.arange(16, dtype=torch.float64) / 16)
     frequencies[-3:] = 0.0
     axes = torch.arange(16) % 3

@@ -1,4 +1,4 @@
-"""Performance cores: the choice on faked topologies, and that a thread stays there."""
+"""Performance cores: their choice on fake topologies, and pinning a thread to them."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake(
     monkeypatch: pytest.MonkeyPatch, path: Path, figures: list[int], pairs: int = 0, name: str = KHZ
 ) -> None:
-    """Make a topology. pairs: how many of the first cores have two logical processors."""
+    """Fake a topology. pairs: the number of first cores that have two logical processors."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(len(figures))))
     for cpu, figure in enumerate(figures):
         place = path / f"cpu{cpu}"
@@ -58,37 +58,39 @@ def test_fast_cores_with_all_their_threads_are_chosen_by_speed(
         ([100.0, 40, 40, 0], "could not be measured"),
     ],
 )
-def test_all_cores_are_used_where_the_measurement_says_so(
+def test_all_cores_are_used_unless_some_are_measured_much_faster(
     speeds: list[float], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever Linux's figures are."""
+    """Linux's figures only decide whether to measure."""
     fake(monkeypatch, tmp_path, [5000, 3800, 3800, 3800])
     found = core_speeds(tmp_path, lambda cpu: speeds[cpu])
     assert not found.cpus
     assert reason in found.reason
 
 
-def unwanted(cpu: int) -> float:
+def fail_if_measured(cpu: int) -> float:
     raise AssertionError(f"processor {cpu} was measured")
 
 
 @pytest.mark.parametrize("figures", [[], [5000], [5000, 5000], [5100, 5000, 4800, 4700]])
-def test_cores_that_are_alike_or_unknown_are_not_measured(
+def test_equal_or_unknown_cores_are_not_measured(
     figures: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake(monkeypatch, tmp_path, figures)
-    found = core_speeds(tmp_path, unwanted)
+    found = core_speeds(tmp_path, fail_if_measured)
     assert found == fast_cores.CoreSpeeds("all cores: Linux's figures show no difference")
 
 
 @pytest.mark.parametrize("name", [fast_cores.ALL_CORES, *threads.VARIABLES])
-def test_variables_turn_it_off(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_disable_the_choice(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake(monkeypatch, tmp_path, [5000, 3000])
     monkeypatch.setenv(name, "1")
-    assert not core_speeds(tmp_path, unwanted).cpus
+    assert not core_speeds(tmp_path, fail_if_measured).cpus
 
 
-def test_a_thread_stays_on_the_chosen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_is_pinned_to_the_chosen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fast_cores.CoreSpeeds("1 of 2 cores", {0: 2.0, 1: 1.0}, frozenset({0, 7}))
     monkeypatch.setattr(fast_cores, "core_speeds", lambda: found)
     calls = []
@@ -98,7 +100,7 @@ def test_a_thread_stays_on_the_chosen_cores(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_a_measurement_leaves_the_callers_affinity() -> None:
+def test_measurement_keeps_the_callers_affinity() -> None:
     before = os.sched_getaffinity(0)
     assert measured_speed(min(before)) > 1e6
     assert os.sched_getaffinity(0) == before

@@ -31,8 +31,8 @@ needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not buil
 @needs_core
 @pytest.mark.parametrize("format", NAMES)
 @pytest.mark.parametrize("variant", variants())
-def test_bytes_are_the_cores(variant: str, format: str) -> None:
-    """Of every variant, format and group, also where outputs and inputs fill no panel and group."""
+def test_packed_bytes_equal_the_cores(variant: str, format: str) -> None:
+    """Cases are all variants, formats and groups, also with partial panels and groups."""
     module, number = core(), variant_numbers()[variant]
     assert module is not None
     is_quantised, own = format not in CORE_DTYPES, SIZES[format]
@@ -47,14 +47,14 @@ def test_bytes_are_the_cores(variant: str, format: str) -> None:
         assert got == module.linear_bytes(layout.at(0, module)), (outputs, inputs, size)
 
 
-def test_names_begin_with_what_is_measured() -> None:
-    """Formats and the core have one order; each is multiplied as one of the measured."""
+def test_names_begin_with_the_measured_formats() -> None:
+    """Each format is multiplied as one of the measured ones."""
     assert NAMES[: len(FORMATS)] == FORMATS
     assert {each.is_measured_as for each in SIZES.values()} <= set(FORMATS)
 
 
-def test_a_head_and_the_table_tied_to_it() -> None:
-    """One weight where its rows can be looked up: plain ones, the core's but for int4."""
+def test_head_bytes_include_a_tied_table_that_cannot_be_shared() -> None:
+    """One weight serves both if rows can be looked up: plain ones, and the core's but int4."""
     int8, int4 = Quantization("int8", 32), Quantization("int4", 32)
     plain, packed = 64 * 32 * 2, Packing("bfloat16", panel=64, is_reordered=True)
     assert Packing("bfloat16").head_bytes((64, 32), None, is_tied=True) == plain
@@ -72,7 +72,7 @@ def test_a_head_and_the_table_tied_to_it() -> None:
     assert reordered.head_bytes((64, 32), None, is_tied=True) == 2 * plain
 
 
-def test_too_many_inputs_for_one_scale() -> None:
+def test_too_many_inputs_for_one_scale_are_rejected() -> None:
     with pytest.raises(ConfigError, match="give quantization_group_size 128"):
         packed_bytes((8, 70_000), "bfloat16", Quantization("int8", 0), 64)
 
@@ -85,7 +85,7 @@ def test_too_many_inputs_for_one_scale() -> None:
         ("bfloat16", "cuda", "on a GPU needs triton"),
     ],
 )
-def test_where_quantised_weights_cannot_be_used(
+def test_quantisation_without_kernels_is_rejected(
     dtype: str, device: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -93,6 +93,6 @@ def test_where_quantised_weights_cannot_be_used(
         check_quantization(dtype, device)
 
 
-def test_a_gpu_has_kernels_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantisation_on_a_gpu_is_accepted_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     check_quantization("bfloat16", "cuda")

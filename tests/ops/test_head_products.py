@@ -42,7 +42,7 @@ SHAPES = {
 
 @pytest.fixture
 def threads() -> Iterator[None]:
-    """Puts the number of threads back."""
+    """Restore the number of threads after the test."""
     yield
     set_num_threads(None)
 
@@ -60,8 +60,10 @@ def packed_heads(
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_each_head_has_its_product(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Also where a head's inputs are a part of it."""
+def test_each_head_is_multiplied_by_its_weight(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """A head's inputs are a slice of a wider tensor."""
     heads, inputs, outputs = shape
     weight_NOI = random(heads, outputs, inputs, dtype=dtype) * inputs**-0.5
     x_TNI = random(130, heads, inputs + 8, dtype=dtype, seed=1)[..., 8:]
@@ -74,7 +76,7 @@ def test_each_head_has_its_product(shape: tuple[int, int, int], dtype: torch.dty
 
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 def test_weights_may_be_quantised(format: str) -> None:
-    """Activations have scales per group, which other heads' do not overwrite."""
+    """Activations have scales per group, which must not be overwritten by other heads."""
     weight_NOI = random(5, 48, 64) / 8
     weights = packed_heads(weight_NOI, Quantization(format, 32))
     x_TNI = random(70, 5, 64, seed=1)
@@ -85,7 +87,7 @@ def test_weights_may_be_quantised(format: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype, threads: None) -> None:
+def test_token_has_the_same_bits_in_any_batch(dtype: torch.dtype, threads: None) -> None:
     weights = packed_heads(random(6, 96, 64, dtype=dtype))
     x_TNI = random(150, 6, 64, dtype=dtype, seed=1)
     wanted = latent_values(x_TNI, weights)
@@ -96,7 +98,7 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype, threads: Non
         assert torch.equal(torch.cat(pieces), wanted)
 
 
-def test_no_tokens() -> None:
+def test_no_tokens_give_no_values() -> None:
     assert latent_values(random(0, 2, 8), packed_heads(random(2, 4, 8))).shape == (0, 2, 4)
 
 
@@ -125,7 +127,7 @@ class LatentLayer:
 
 @pytest.mark.parametrize("kv_format", ["auto", "int8"])
 @pytest.mark.parametrize("num_heads", [3, 40])
-def test_a_program_computes_what_the_operations_compute(num_heads: int, kv_format: str) -> None:
+def test_program_has_the_bits_of_the_operations(num_heads: int, kv_format: str) -> None:
     case = Latents((70, 9), num_heads=num_heads, kv_format=kv_format)
     layer = LatentLayer(case)
     draft = traced(lambda ids, _: [layer(ids, TracedAttention())])
@@ -151,7 +153,7 @@ def test_a_program_computes_what_the_operations_compute(num_heads: int, kv_forma
     assert torch.equal(*found)
 
 
-def test_the_heads_of_a_product_are_one_phase() -> None:
+def test_heads_of_a_product_share_one_phase() -> None:
     layer = LatentLayer(Latents(num_heads=3))
     draft = traced(lambda ids, _: [layer(ids, TracedAttention())])
     products = [
@@ -166,8 +168,8 @@ def test_the_heads_of_a_product_are_one_phase() -> None:
         assert of_phase == {Kind.HEAD_PRODUCT}
 
 
-def test_products_in_a_row_are_several_phases() -> None:
-    """Only heads that say so join the product before them."""
+def test_consecutive_products_are_separate_phases() -> None:
+    """Only heads with `joins` share the phase of the product before them."""
     one = Instruction(Kind.HEAD_PRODUCT, (View(1), View(0)))
     draft = ProgramDraft([8, 8], [one, replace(one, joins=True), one])
     assert Kind.HEAD_PRODUCT in SHARED

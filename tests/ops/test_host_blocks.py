@@ -1,4 +1,4 @@
-"""Single blocks of the host's mirrors, as stores read and write them."""
+"""Single blocks of host mirrors, which stores read and write."""
 
 import threading
 
@@ -22,14 +22,14 @@ def random_kv(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def block_of(kv: torch.Tensor, dim: int, block: int) -> bytes:
-    """By another way: all values as bytes, one index after the other."""
+    """Return a block's bytes, read from the tensor instead of a mirror."""
     values = kv.contiguous().view(torch.uint8).reshape(*kv.shape, kv.element_size())
     return values.select(dim, block).contiguous().numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float64])
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
-def test_blocks_are_read_and_written_as_they_stand(
+def test_blocks_are_read_and_written_byte_for_byte(
     shape: tuple[int, ...], dim: int, dtype: torch.dtype
 ) -> None:
     kv = random_kv(shape, dtype)
@@ -39,7 +39,7 @@ def test_blocks_are_read_and_written_as_they_stand(
     read = host.read(0, 4)
     assert len(read) == host.block_bytes(0) and bytes(read) == block_of(before, dim, 1)
     assert bytes(host.read(0, 0)) == block_of(before, dim, 3)
-    assert bytes(host.read(0, 2)) == bytes(host.block_bytes(0))  # nothing was put there
+    assert bytes(host.read(0, 2)) == bytes(host.block_bytes(0))  # never written
     host.write(0, 2, read)
     kv.view(torch.uint8).zero_()
     host.load(0, ids(2, 0), ids(0, 1))
@@ -48,7 +48,7 @@ def test_blocks_are_read_and_written_as_they_stand(
     assert not any(block_of(kv, dim, 2))
 
 
-def test_what_was_read_is_a_copy() -> None:
+def test_read_returns_a_copy() -> None:
     kv = random_kv((5, 6), torch.float32)
     host = HostBlocks([kv], dim=0)
     host.swap_out(0, ids(1), ids(1))
@@ -58,7 +58,7 @@ def test_what_was_read_is_a_copy() -> None:
     assert bytes(read) == before and bytes(host.read(0, 1)) == bytes(24)
 
 
-def test_bytes_of_another_size_are_refused_and_nothing_is_written() -> None:
+def test_write_of_a_wrong_size_is_rejected_and_changes_nothing() -> None:
     kv = random_kv((2, 5, 4), torch.bfloat16)
     host = HostBlocks([kv], dim=1)
     host.swap_out(0, ids(1), ids(1))
@@ -69,15 +69,15 @@ def test_bytes_of_another_size_are_refused_and_nothing_is_written() -> None:
     assert bytes(host.read(0, 1)) == before
 
 
-def test_each_place_has_its_own_mirror() -> None:
+def test_each_tensor_has_its_own_mirror() -> None:
     host = HostBlocks([torch.zeros(2, 5, 4), torch.zeros(2, 5, 3)], dim=1)
     host.write(1, 2, bytes(range(24)))
     assert not any(host.read(0, 2))
     assert bytes(host.read(1, 2)) == bytes(range(24))
 
 
-def test_stores_and_swapping_at_once() -> None:
-    """Each has blocks of its own of one mirror, which is made by whoever comes first."""
+def test_concurrent_stores_and_swaps_do_not_interfere() -> None:
+    """They use different blocks of one mirror, which the first of them creates."""
     kv = random_kv((2, 64, 512), torch.bfloat16)
     host, errors = HostBlocks([kv], dim=1), []
     before = kv.clone()

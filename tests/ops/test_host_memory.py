@@ -1,4 +1,4 @@
-"""Memory of the CPU."""
+"""Alignment of zeroed memory of the CPU."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from quire.ops.host.pages import ALIGNMENT, HUGE_PAGE
     ("shape", "alignment"),
     [((3,), ALIGNMENT), ((5, 7, 1001), ALIGNMENT), ((3, 1 << 20), HUGE_PAGE)],
 )
-def test_zeros_begin_at_a_line_and_many_at_a_large_page(
+def test_zeros_are_aligned_to_cache_lines_and_large_ones_to_huge_pages(
     shape: tuple[int, ...], alignment: int
 ) -> None:
-    """A block of a KV pool would otherwise stand in one more line of the cache, and page."""
+    """A block of a KV pool would otherwise occupy one more cache line and page."""
     zeros = [lazy_zeros(shape, torch.bfloat16, torch.device("cpu")) for _ in range(3)]
     for tensor in zeros:
         assert tensor.data_ptr() % alignment == 0

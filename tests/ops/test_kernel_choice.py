@@ -1,4 +1,4 @@
-"""Which instruction set multiplies which format: measured, kept, and derived from the figures."""
+"""The instruction set of each format: measured, saved to a file, and chosen by the figures."""
 
 import json
 import math
@@ -43,7 +43,7 @@ FACTS = {"model name": "a CPU", "flags": "avx2 fma", "microcode": "0x1", "quire"
 
 
 def speeds(row: float = 1.0, tile: float = 1.0) -> dict[str, Speed]:
-    """All are alike but avx512, which is so many times as fast."""
+    """Return equal speeds, except that avx512's are multiplied by these factors."""
     found = dict.fromkeys(NAMES, SPEED)
     return found | {"avx512": Speed(row * 1e10, tile * 1e11)}
 
@@ -57,23 +57,23 @@ def speeds(row: float = 1.0, tile: float = 1.0) -> dict[str, Speed]:
         (1.0, 1.0, "avx512_bf16"),
         (1.0, 1.2, "avx512_bf16"),  # 1.095 altogether: may be noise
         (1.0, 1.22, "avx512"),
-        (1.0, 2.0, "avx512"),  # as where vdpbf16ps has half of the rate of fp32
+        (1.0, 2.0, "avx512"),  # as where vdpbf16ps runs at half of the rate of fp32
         (1.25, 1.0, "avx512"),
-        (0.6, 2.0, "avx512_bf16"),  # what prompts gain, answers lose
+        (0.6, 2.0, "avx512_bf16"),  # decoding loses what prompts gain
         (0.5, 0.5, "avx512_bf16"),
     ],
 )
-def test_another_is_taken_only_if_it_is_clearly_faster(
+def test_another_variant_is_chosen_only_if_clearly_faster(
     row: float, tile: float, wanted: str
 ) -> None:
     assert choose_variant(speeds(row, tile), NAMES) == wanted
 
 
-def test_the_fastest_of_several_is_taken() -> None:
+def test_fastest_of_several_variants_is_chosen() -> None:
     found = speeds(1.0, 1.5) | {"avx2": Speed(1.2e10, 1.6e11)}
     assert choose_variant(found, NAMES) == "avx2"
     found["avx2"] = found["avx512"]
-    assert choose_variant(found, NAMES) == "avx512"  # of equals the one with more features
+    assert choose_variant(found, NAMES) == "avx512"  # of equal ones, that with more features
     assert choose_variant({"avx2": SPEED}, NAMES) == NAMES[-1]  # nothing to compare it with
 
 
@@ -81,7 +81,7 @@ def test_the_fastest_of_several_is_taken() -> None:
 
 
 class Machine:
-    """Calls that take what their list says, one after the other, on a clock of its own."""
+    """Fake calls that take the given times, on a fake clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -104,20 +104,20 @@ def steadily(seconds: float) -> Iterator[float]:
 
 
 def stolen(seconds: float, nth: int) -> Iterator[float]:
-    """Every nth call alone is undisturbed."""
+    """Yield times of calls of which only every nth is undisturbed."""
     while True:
         for i in range(nth):
             yield seconds if i == nth - 1 else 9 * seconds
 
 
-def test_noise_is_not_taken_for_slowness() -> None:
+def test_fastest_ignores_noise() -> None:
     machine = Machine()
     calls = [[machine.call("a", stolen(1e-4, 4))], [machine.call("b", steadily(2e-4))]]
     assert fastest(calls, machine.clock) == [[pytest.approx(1e-4)], [pytest.approx(2e-4)]]
     assert machine.order[:4] == ["a", "b", "a", "b"]  # in alternation
 
 
-def test_who_is_hopeless_is_soon_left_alone_and_the_time_is_bounded() -> None:
+def test_slow_candidates_are_dropped_early_and_the_time_is_bounded() -> None:
     machine = Machine()
     calls = [[machine.call("slow", steadily(2e-3))], [machine.call("fast", steadily(1e-4))]]
     assert fastest(calls, machine.clock)[0] == [pytest.approx(2e-3)]
@@ -128,7 +128,7 @@ def test_who_is_hopeless_is_soon_left_alone_and_the_time_is_bounded() -> None:
     assert len(machine.order) == 4 and machine.now < 2 * FORMAT_S
 
 
-def test_one_slow_shape_does_not_make_hopeless() -> None:
+def test_candidate_with_one_slow_shape_is_not_dropped() -> None:
     machine = Machine()
     calls = [
         [machine.call("row", steadily(1e-4)), machine.call("tile", steadily(1.1e-3))],
@@ -138,7 +138,7 @@ def test_one_slow_shape_does_not_make_hopeless() -> None:
     assert machine.order.count("row") == 2 * ROUNDS
 
 
-def test_what_is_timed_is_what_quire_packs() -> None:
+def test_timed_formats_are_those_that_are_packed() -> None:
     timed = {
         name: (formats.NAMES[number], group) for name, (number, group) in timed_formats().items()
     }
@@ -147,7 +147,7 @@ def test_what_is_timed_is_what_quire_packs() -> None:
 
 
 @needs_two
-def test_this_machine_is_measured() -> None:
+def test_measurement_of_this_machine_is_plausible() -> None:
     found = measure_kernels(core(), formats.variant_numbers(), timed_formats())
     assert list(found) == list(FORMATS)
     for name, each in found.items():
@@ -161,7 +161,7 @@ def test_this_machine_is_measured() -> None:
 
 
 class Measurer:
-    """Counts how often it is asked."""
+    """Return fixed speeds, and count the calls."""
 
     def __init__(self, tile_flops: float = 1e11) -> None:
         self.count = 0
@@ -172,7 +172,7 @@ class Measurer:
         return {name: dict.fromkeys(variants, self.speed) for name, variants in WANTED.items()}
 
 
-def test_a_machine_is_measured_once(tmp_path: Path) -> None:
+def test_machine_is_measured_once(tmp_path: Path) -> None:
     measure, directory = Measurer(), tmp_path / "a/b"
     first = KernelFile(directory, FACTS, WANTED).load_or_measure(measure)
     again = KernelFile(directory, FACTS, WANTED).load_or_measure(measure)
@@ -182,15 +182,15 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_another_machine_is_measured_anew(tmp_path: Path, name: str) -> None:
-    """Another CPU, microcode, features, version or build, and if a fact is not known."""
+def test_another_machine_is_measured_again(tmp_path: Path, name: str) -> None:
+    """One fact differs (CPU, microcode, features, version, build) or is not known."""
     measure = Measurer()
     for facts in (FACTS, FACTS | {name: "another"}, {k: v for k, v in FACTS.items() if k != name}):
         KernelFile(tmp_path, facts, WANTED).load_or_measure(measure)
     assert measure.count == 3 and len(list(tmp_path.iterdir())) == 3
 
 
-def test_other_instruction_sets_are_measured_anew(tmp_path: Path) -> None:
+def test_other_instruction_sets_have_another_file(tmp_path: Path) -> None:
     paths = {
         KernelFile(tmp_path, FACTS, wanted).path
         for wanted in (WANTED, WANTED | {"int4": ("portable",)}, WANTED | {"int8": ("portable",)})
@@ -198,7 +198,7 @@ def test_other_instruction_sets_are_measured_anew(tmp_path: Path) -> None:
     assert len(paths) == 3
 
 
-def kept(tmp_path: Path) -> tuple[KernelFile, dict[str, Any]]:
+def saved_file(tmp_path: Path) -> tuple[KernelFile, dict[str, Any]]:
     file = KernelFile(tmp_path, FACTS, WANTED)
     file.load_or_measure(Measurer())
     return file, json.loads(file.path.read_text())
@@ -228,8 +228,8 @@ def changed(found: dict[str, Any], **speed: Any) -> bytes:
         lambda found: json.dumps(found["speeds"]["int8"].pop("avx2") and found).encode(),
     ],
 )
-def test_a_file_that_is_not_ours_is_replaced(tmp_path: Path, damage: Any) -> None:
-    file, found = kept(tmp_path)
+def test_invalid_file_is_replaced(tmp_path: Path, damage: Any) -> None:
+    file, found = saved_file(tmp_path)
     file.path.write_bytes(damage(found))
     measure = Measurer(3e11)
     got = file.load_or_measure(measure)
@@ -238,7 +238,7 @@ def test_a_file_that_is_not_ours_is_replaced(tmp_path: Path, damage: Any) -> Non
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_cannot_be_kept_is_measured_each_time(tmp_path: Path) -> None:
+def test_measurement_that_cannot_be_saved_is_repeated(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file where the directory should be")
     measure = Measurer()
     for _ in range(2):
@@ -251,15 +251,15 @@ def test_what_cannot_be_kept_is_measured_each_time(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [file.path.name, "taken"]
 
 
-def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
-    """Each measures other figures; all must go on with those of the file."""
+def test_concurrent_starts_use_the_same_measurement(tmp_path: Path) -> None:
+    """Each measures other figures; all must use the figures in the file."""
     ready, found = Barrier(6), []
 
     def start(number: int) -> None:
         measurer = Measurer(1e11 * (number + 1))
 
         def measure() -> dict[str, dict[str, Speed]]:
-            ready.wait(30)  # nobody has kept anything when all have looked
+            ready.wait(30)  # nothing is saved until all have looked for a file
             return measurer()
 
         found.append(KernelFile(tmp_path, FACTS, WANTED).load_or_measure(measure))
@@ -274,14 +274,16 @@ def test_processes_that_start_at_once_agree(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_files_do_not_pile_up(tmp_path: Path) -> None:
+def test_number_of_files_is_limited(tmp_path: Path) -> None:
     for build in range(40):
         KernelFile(tmp_path, FACTS | {"build": str(build)}, WANTED).load_or_measure(Measurer())
     assert len(list(tmp_path.iterdir())) == kernel_choice.MAX_FILES
     assert KernelFile(tmp_path, FACTS | {"build": "39"}, WANTED).load() is not None
 
 
-def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_facts_come_from_cpuinfo_and_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build = tmp_path / "core.so"
     build.write_bytes(b"1")
     first = machine_facts(build)
@@ -292,7 +294,7 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kernel_choice, "CPUINFO", tmp_path / "cpuinfo")
     found = machine_facts(build)
     assert (found["model name"], found["flags"], found["microcode"]) == ("A", "x y", "0x2")
-    assert "cpu MHz" not in found  # it is another one at each start
+    assert "cpu MHz" not in found  # it differs at each start
     monkeypatch.setattr(kernel_choice, "CPUINFO", tmp_path / "none")
     assert "flags" not in machine_facts(tmp_path / "no core")
 
@@ -307,7 +309,7 @@ def cache_home(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_two
-def test_each_format_has_an_instruction_set_of_its_own(cache_home: Path) -> None:
+def test_each_format_has_its_own_instruction_set(cache_home: Path) -> None:
     other = HERE[-2]
     keep_figures({"bfloat16": other, "int4": HERE[0]})
     assert [chosen_variant(name) for name in FORMATS] == [
@@ -321,8 +323,8 @@ def test_each_format_has_an_instruction_set_of_its_own(cache_home: Path) -> None
 
 
 @needs_two
-def test_what_is_planned_is_what_is_packed(cache_home: Path) -> None:
-    """Instruction sets have panels of different widths; 65 outputs fill one more of the narrow."""
+def test_planned_bytes_equal_packed_bytes(cache_home: Path) -> None:
+    """Panels of instruction sets have different widths; 65 outputs need one more narrow panel."""
     keep_figures({"int8": HERE[0]})
     weight = torch.linspace(-1, 1, 65 * 64).view(65, 64)
     how = packing(torch.float32, weight.device)
@@ -334,7 +336,7 @@ def test_what_is_planned_is_what_is_packed(cache_home: Path) -> None:
 
 
 @needs_two
-def test_the_environment_has_the_last_word(
+def test_environment_overrides_the_choice(
     cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_figures(dict.fromkeys(FORMATS, HERE[0]))

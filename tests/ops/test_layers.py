@@ -1,4 +1,4 @@
-"""The operations other than attention and sampling, against their formulas in float64."""
+"""Compare operations other than attention and sampling with their formulas in float64."""
 
 import math
 
@@ -44,7 +44,7 @@ def check(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 4), (5, 33), (3, 2, 8)])
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rms_norm_equals_its_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     weight = random(*shape[1:], dtype=dtype, seed=2)
 
@@ -66,7 +66,7 @@ def test_rms_norm_of_large_values_does_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layer_norm(dtype: torch.dtype) -> None:
+def test_layer_norm_equals_its_formula(dtype: torch.dtype) -> None:
     x, weight, bias = random(5, 16, dtype=dtype), random(16, dtype=dtype), random(16, dtype=dtype)
     exact = x.double()
     centred = exact - exact.mean(-1, keepdim=True)
@@ -77,7 +77,7 @@ def test_layer_norm(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_clamped_gate(dtype: torch.dtype) -> None:
+def test_clamped_gate_equals_its_formula(dtype: torch.dtype) -> None:
     gate_up = random(6, 26, dtype=dtype) * 2
     gate, up = gate_up.double().chunk(2, dim=-1)
     gate, up = gate.minimum(torch.tensor(1.5)), up.clamp(-1.5, 1.5)
@@ -87,7 +87,7 @@ def test_clamped_gate(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_add(dtype: torch.dtype) -> None:
+def test_gated_add_equals_its_formula(dtype: torch.dtype) -> None:
     x, y = random(6, 13, dtype=dtype), random(6, 13, dtype=dtype, seed=1)
     gate = random(6, 1, dtype=dtype, seed=2)
     check(gated_add(x, y, gate), x.double() + y.double() / (1 + (-gate.double()).exp()), dtype)
@@ -107,7 +107,7 @@ def test_tokens_are_gated_with_the_same_bits_in_any_batch() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 16, 100])
-def test_linear(tokens: int, bias: bool, dtype: torch.dtype) -> None:
+def test_linear_equals_float64(tokens: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight = random(tokens, 48, dtype=dtype), random(33, 48, dtype=dtype, seed=1) * 48**-0.5
     offset = random(33, dtype=dtype) if bias else None
     wanted = x.double() @ weight.double().T
@@ -118,15 +118,15 @@ def test_linear(tokens: int, bias: bool, dtype: torch.dtype) -> None:
     check(linear(x.T.contiguous().T, pack_weight(weight), offset), wanted, dtype)
 
 
-def test_packing_leaves_float64_alone() -> None:
+def test_float64_weights_are_not_packed() -> None:
     weight = random(4, 4, dtype=torch.float64)
     assert not can_pack(weight.dtype, weight.device)
     assert pack_weight(weight) is weight
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary(dtype: torch.dtype) -> None:
-    """Each pair of elements is a point that is turned."""
+def test_rotary_equals_its_formula(dtype: torch.dtype) -> None:
+    """Each pair of elements is a point that is rotated."""
     positions, heads, half = torch.tensor([0, 1, 77, 100_000]), 3, 4
     frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
     x = random(4, heads, 2 * half, dtype=dtype)
@@ -142,7 +142,7 @@ def test_rotary(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_activations(dtype: torch.dtype) -> None:
+def test_activations_equal_their_formulas(dtype: torch.dtype) -> None:
     x = random(7, 10, dtype=dtype) * 2
     exact = x.double()
     check(relu(x), exact.clamp(min=0), dtype)
@@ -160,7 +160,7 @@ def test_activations(dtype: torch.dtype) -> None:
     torch.testing.assert_close(x.double(), exact, rtol=0, atol=0)
 
 
-def test_rows() -> None:
+def test_embedding_and_select_rows_return_rows() -> None:
     table = random(9, 4)
     ids = torch.tensor([3, 0, 3])
     assert torch.equal(embedding(ids, table), table[ids])

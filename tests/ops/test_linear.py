@@ -1,6 +1,6 @@
-"""The core's linear layers, in every variant that runs here, against float64; and their bits.
+"""Compare the core's linear layers, in every variant that runs here, with float64.
 
-A row's result must not depend on what else is in the batch, nor on the number of threads.
+A row's result must not depend on other rows of the batch, nor on the number of threads.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 QUANTIZATIONS = [Quantization("int8", size) for size in (0, 32, 64, 128)]
 QUANTIZATIONS += [Quantization("int4", size) for size in (32, 64, 128)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-# Neither a multiple of any panel nor of any step; small, and larger than a chunk of K.
+# No multiples of panels or steps; small ones, and larger than a chunk of K.
 SHAPES = [(1, 1), (3, 5), (33, 48), (70, 131), (257, 96), (64, 2050), (20, 1027)]
 
 
@@ -41,20 +41,20 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> to
 
 
 def stored(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The whole weight, with the values that it has after packing."""
+    """Return the whole weight, with its values after packing."""
     return weight.rows(torch.arange(weight.shape[0]), dtype)
 
 
 def groups_of(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[rows, groups, size] in float64, filled up with zeros."""
+    """Return [rows, groups, size] in float64, padded with zeros."""
     padding = -x.shape[1] % size
     return torch.nn.functional.pad(x.double(), (0, padding)).unflatten(1, (-1, size))
 
 
 def quantised_activations(x: torch.Tensor, size: int, rounds_scales: bool) -> torch.Tensor:
-    """What int8 activations stand for; in float32, because which way halves go depends on it.
+    """Return the values of int8 activations. They are rounded in float32, as in the core.
 
-    rounds_scales: up to one bit of mantissa, as beside int4.
+    rounds_scales: scales are rounded up to one bit of mantissa, as for int4 weights.
     """
     grouped = groups_of(x, size).float()
     largest = grouped.abs().amax(-1, keepdim=True)
@@ -71,7 +71,9 @@ def quantised_activations(x: torch.Tensor, size: int, rounds_scales: bool) -> to
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_floats(shape: tuple[int, int], variant: str, dtype: torch.dtype) -> None:
+def test_float_products_equal_float64(
+    shape: tuple[int, int], variant: str, dtype: torch.dtype
+) -> None:
     outputs, inputs = shape
     weight = random(*shape, dtype=dtype, seed=1) * inputs**-0.5
     bias = random(outputs, dtype=dtype, seed=2)
@@ -91,9 +93,11 @@ def test_floats(shape: tuple[int, int], variant: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [(70, 131), (128, 96), (130, 4100)])
-def test_sums_have_the_same_bits_wherever_they_wait(shape: tuple[int, int], variant: str) -> None:
-    """Results of float32 hold the sums of whole panels between chunks of K; others, and the panel
-    that is cut, have them in memory of their own."""
+def test_sums_have_the_same_bits_wherever_they_are_stored(
+    shape: tuple[int, int], variant: str
+) -> None:
+    """Between chunks of K, float32 results hold the sums of whole panels. Sums of other results
+    and of partial panels have separate memory."""
     opaque = pack(random(*shape, dtype=torch.bfloat16, seed=1), None, variant)
     for tokens in (1, 16, 130):
         x = random(tokens, shape[1], dtype=torch.bfloat16)
@@ -107,7 +111,7 @@ def test_sums_have_the_same_bits_wherever_they_wait(shape: tuple[int, int], vari
     pairwise(SHAPES, QUANTIZATIONS, VARIANTS, FLOATS),
     ids=str,
 )
-def test_quantised(
+def test_quantised_products_equal_float64(
     shape: tuple[int, int], quantization: Quantization, variant: str, dtype: torch.dtype
 ) -> None:
     """Products are exact; groups are added in float32."""
@@ -143,8 +147,8 @@ def test_weights_are_rounded_to_the_nearest(quantization: Quantization) -> None:
 
 
 @pytest.mark.parametrize(("size", "share"), [(32, 0.85), (64, 0.95)])
-def test_searching_a_scale_of_int4_pays(size: int, share: float) -> None:
-    """An outlier per group: clipping it costs less than coarse steps for all the others."""
+def test_searched_int4_scales_reduce_the_error(size: int, share: float) -> None:
+    """Each group has an outlier: clipping it costs less than coarse steps for the other values."""
     weight = random(64, 512, seed=1) * 0.1
     weight[:, ::size] *= 5
     exact = groups_of(weight, size)
@@ -154,8 +158,8 @@ def test_searching_a_scale_of_int4_pays(size: int, share: float) -> None:
     assert (got - exact).square().mean() < share * plain
 
 
-def test_scales_of_four_groups_of_int4_are_multiples_of_one() -> None:
-    """By 1 to 8. The error is a fifth less than with scales of their own that are not searched."""
+def test_scales_of_four_int4_groups_are_multiples_of_a_common_scale() -> None:
+    """Factors are 1 to 8. The error is a fifth less than with separate scales without a search."""
     weight = random(48, 256, seed=1) * torch.tensor([1.0, 0.3, 2.0, 0.5]).repeat_interleave(64)
     rows = quantised(weight, Quantization("int4", 32))
     assert isinstance(rows, IntegerRows)
@@ -175,7 +179,7 @@ def test_scales_of_four_groups_of_int4_are_multiples_of_one() -> None:
     in_turn([None, *QUANTIZATIONS], VARIANTS, FLOATS),
     ids=str,
 )
-def test_a_row_has_the_same_bits_in_any_batch(
+def test_row_has_the_same_bits_in_any_batch(
     quantization: Quantization | None, variant: str, dtype: torch.dtype
 ) -> None:
     weight = pack(random(150, 1100, dtype=dtype, seed=1) / 32, quantization, variant)
@@ -192,8 +196,10 @@ def test_a_row_has_the_same_bits_in_any_batch(
     in_turn([None, *QUANTIZATIONS], [torch.float32, torch.bfloat16]),
     ids=str,
 )
-def test_threads_change_no_bit(quantization: Quantization | None, dtype: torch.dtype) -> None:
-    """Neither where they share the rows of a panel, of which there are fewer than threads."""
+def test_number_of_threads_does_not_change_bits(
+    quantization: Quantization | None, dtype: torch.dtype
+) -> None:
+    """Threads also share the rows of a panel, as there are fewer panels than threads."""
     weight, x = random(700, 520, dtype=dtype, seed=1), random(220, 520, dtype=dtype)
     bias = random(700, dtype=dtype, seed=2)
     results = []
@@ -210,8 +216,8 @@ def test_threads_change_no_bit(quantization: Quantization | None, dtype: torch.d
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
-def test_integers_are_the_same_in_all_variants(quantization: Quantization) -> None:
-    """Only the last addition of float32 may be fused or not."""
+def test_quantised_products_are_the_same_in_all_variants(quantization: Quantization) -> None:
+    """Only the last addition in float32 may differ, as it may be fused."""
     weight, x = random(100, 600, seed=1), random(9, 600)
     results = [linear(x, pack(weight, quantization, variant)) for variant in VARIANTS]
     for result in results[1:]:
@@ -236,7 +242,7 @@ def test_extreme_integers_do_not_overflow(variant: str) -> None:
 @pytest.mark.parametrize(
     "quantization", [None, Quantization("int8", 32), Quantization("int4", 32)], ids=str
 )
-def test_what_is_not_finite_stays_in_its_row(
+def test_nonfinite_inputs_affect_only_their_row(
     quantization: Quantization | None, rows: int, variant: str
 ) -> None:
     weight = pack(random(40, 64, seed=1), quantization, variant)
@@ -253,7 +259,7 @@ def test_what_is_not_finite_stays_in_its_row(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_activations_of_any_size_keep_their_precision(format: str, variant: str) -> None:
-    """From where scales are hardly normal numbers up to where products nearly overflow."""
+    """Sizes range from nearly subnormal scales to nearly overflowing products."""
     weight = pack(random(40, 64, seed=1), Quantization(format, 32), variant)
     x = random(9, 64)
     ordinary = linear(x, weight)
@@ -263,8 +269,8 @@ def test_activations_of_any_size_keep_their_precision(format: str, variant: str)
     assert torch.equal(linear(x * 1e-38, weight), torch.zeros(9, 40))
 
 
-def test_scales_of_activations_are_rounded_up_beside_int4() -> None:
-    """To a power of two or 1.5 times one; int8 keeps the best scale."""
+def test_scales_of_activations_are_rounded_up_for_int4_weights() -> None:
+    """They become a power of two or 1.5 times one. int8 weights keep the best scale."""
     weight = torch.eye(32)
     for largest, step in [(127.0, 1.0), (127.5, 1.5), (190.5, 1.5), (191.0, 2.0), (63.5, 0.5)]:
         x = torch.full((7, 32), step)
@@ -292,16 +298,18 @@ def test_rows_need_not_be_contiguous() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS], ids=str)
-def test_bytes_are_known_before(dtype: torch.dtype, quantization: Quantization | None) -> None:
+def test_packed_bytes_are_known_before_packing(
+    dtype: torch.dtype, quantization: Quantization | None
+) -> None:
     opaque = pack_weight(random(100, 200, dtype=dtype), quantization)
     assert isinstance(opaque, PackedWeight) and opaque.shape == (100, 200)
     assert opaque.nbytes == packed_weight_bytes((100, 200), dtype, CPU, quantization)
 
 
-def test_a_variant_can_be_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_can_force_a_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(3, 8)
     with own_figures(tmp_path):
-        keep_figures({})  # all alike
+        keep_figures({})  # all equal
         assert pack(weight, None).variant == VARIANTS[-1]
         monkeypatch.setenv(VARIANT, VARIANTS[0])
         assert pack(weight, None).variant == VARIANTS[0] == "portable"
@@ -310,7 +318,7 @@ def test_a_variant_can_be_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             pack(weight, None)
 
 
-def test_what_cannot_be_quantised_is_told() -> None:
+def test_unsupported_quantisation_is_rejected() -> None:
     weight = random(4, 8)
     int8 = Quantization("int8", 32)
     with pytest.raises(ConfigError, match="CPUs and NVIDIA GPUs, not on meta"):
@@ -325,8 +333,8 @@ def test_what_cannot_be_quantised_is_told() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_16_bit_number_survives(dtype: torch.dtype) -> None:
-    """Subnormals, infinities and NaN of activations, through the portable conversions."""
+def test_portable_conversions_keep_every_16_bit_value(dtype: torch.dtype) -> None:
+    """Values include subnormals, infinities and NaN."""
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     one = torch.ones(1, 1, dtype=dtype)
     got = linear(every[:, None], pack(one, None, "portable"))[:, 0]

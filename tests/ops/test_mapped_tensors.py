@@ -1,4 +1,4 @@
-"""Weights that are packed from rows of a file become the same bytes as from memory."""
+"""Weights packed from rows of a file have the same bytes as those packed from memory."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ FORMATS = [None, Quantization("int8", 32), Quantization("int4", 32)]
 
 
 def stored(values: torch.Tensor, path: Path, mapped: MappedTensors, before: int = 13) -> FileIO:
-    """Write values to a file after some other bytes, and say that they are mapped from there."""
+    """Write values to a file after some other bytes, and add them as mapped from there."""
     numbers = values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     path.write_bytes(bytes(before) + numbers + b"more")
     file = FileIO(path)
@@ -34,7 +34,7 @@ def stored(values: torch.Tensor, path: Path, mapped: MappedTensors, before: int 
 @pytest.mark.parametrize("quantization", FORMATS, ids=["plain", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 8), (64, 64), (130, 131), (257, 96), (2048, 33)])
-def test_rows_of_a_file_become_the_same_bytes(
+def test_packing_from_a_file_gives_the_bytes_of_packing_from_memory(
     shape: tuple[int, int],
     dtype: torch.dtype,
     quantization: Quantization | None,
@@ -46,16 +46,16 @@ def test_rows_of_a_file_become_the_same_bytes(
     weight, mapped = random(*shape).to(dtype), MappedTensors()
     wanted = pack_parts([weight], dtype, quantization)
     with stored(weight, tmp_path / "weight", mapped):
-        weight.zero_()  # what is in memory is not looked at
+        weight.zero_()  # memory is not read
         got = pack_parts([weight], dtype, quantization, mapped=mapped)
     assert got.variant == wanted.variant == variant
     assert torch.equal(got.data, wanted.data)
 
 
 @pytest.mark.parametrize("first", [64, 65])
-def test_parts_of_several_files(first: int, tmp_path: Path) -> None:
-    """Some rows of one, all of another, and some in memory, where they begin with panels and where
-    they do not."""
+def test_parts_may_be_in_several_files_and_in_memory(first: int, tmp_path: Path) -> None:
+    """Some rows of one file, all of another, and some in memory; parts begin with a panel or
+    inside of one."""
     mapped, one, other = MappedTensors(), random(200, 48), random(128, 48)
     parts = [one[7 : 7 + first], other, random(5, 48)]
     wanted = pack_parts(parts, torch.float32, None)
@@ -64,7 +64,7 @@ def test_parts_of_several_files(first: int, tmp_path: Path) -> None:
     assert torch.equal(got.data, wanted.data)
 
 
-def test_places_of_views(tmp_path: Path) -> None:
+def test_contiguous_views_have_positions_in_the_file(tmp_path: Path) -> None:
     mapped, weight = MappedTensors(), random(10, 8)
     with stored(weight, tmp_path / "weight", mapped) as file:
         assert mapped.position(weight) == (file, 13)
@@ -72,11 +72,11 @@ def test_places_of_views(tmp_path: Path) -> None:
         assert mapped.position(weight.view(2, 5, 8)[1]) == (file, 13 + 5 * 32)
         for other in (weight.t(), weight[:, :4], weight.clone(), weight.double(), random(10, 8)):
             assert mapped.position(other) is None
-        mapped.add(weight[:0], FilePosition(file, 5))  # as an empty one of the same address
+        mapped.add(weight[:0], FilePosition(file, 5))  # an empty tensor at the same address
         assert mapped.position(weight) == (file, 13)
 
 
-def test_a_converted_weight_is_packed_from_memory(tmp_path: Path) -> None:
+def test_converted_weight_is_packed_from_memory(tmp_path: Path) -> None:
     mapped, weight = MappedTensors(), random(70, 24)
     wanted = pack_parts([weight.bfloat16()], torch.bfloat16, None)
     with stored(weight, tmp_path / "weight", mapped):
@@ -85,7 +85,7 @@ def test_a_converted_weight_is_packed_from_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", FORMATS, ids=["plain", "int8", "int4"])
-def test_a_file_that_became_shorter(quantization: Quantization | None, tmp_path: Path) -> None:
+def test_truncated_file_is_reported(quantization: Quantization | None, tmp_path: Path) -> None:
     mapped, weight, path = MappedTensors(), random(300, 64), tmp_path / "weight"
     with stored(weight, path, mapped):
         os.truncate(path, 13 + weight.nbytes - 1)
@@ -94,7 +94,7 @@ def test_a_file_that_became_shorter(quantization: Quantization | None, tmp_path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_file_that_cannot_be_read() -> None:
+def test_unreadable_file_is_reported() -> None:
     """Nothing is mapped at the address 0 of a process."""
     mapped, weight = MappedTensors(), random(300, 64)
     with FileIO("/proc/self/mem") as file:
@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_read() -> None:
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("quantization", FORMATS[1:], ids=["int8", "int4"])
-def test_what_is_not_finite_has_no_scale(
+def test_nonfinite_weights_cannot_be_quantised(
     quantization: Quantization, value: float, tmp_path: Path
 ) -> None:
     mapped, weight = MappedTensors(), random(65, 40)

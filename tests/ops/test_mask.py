@@ -1,4 +1,4 @@
-"""Token masks: what a bit forbids has -infinity, everything else its very bits."""
+"""Token masks set forbidden logits to -infinity and keep the bits of the others."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ if native.core() is not None:
 
 
 def words_of(allowed: list[set[int]], num_words: int) -> torch.Tensor:
-    """Words whose bits beyond what is allowed are 0."""
+    """Return words whose bits are 1 for allowed tokens and else 0."""
     bits = np.zeros((len(allowed), num_words * 32), bool)
     for row, tokens in zip(bits, allowed, strict=True):
         row[list(tokens)] = True
@@ -23,7 +23,7 @@ def words_of(allowed: list[set[int]], num_words: int) -> torch.Tensor:
 
 
 def random_allowed(num_rows: int, vocab_size: int, num_words: int) -> list[set[int]]:
-    """Some, few, none and all of the tokens."""
+    """Return some, few, none or all of the tokens for each row."""
     generator, size = np.random.default_rng(vocab_size), min(vocab_size, 32 * num_words)
     shares = [0.5, 0.02, 0.0, 1.0, 0.98]
     return [
@@ -36,7 +36,7 @@ def random_allowed(num_rows: int, vocab_size: int, num_words: int) -> list[set[i
 @pytest.mark.parametrize(
     ("vocab_size", "num_words"), [(1, 1), (31, 1), (32, 1), (97, 4), (97, 3), (97, 5), (4000, 125)]
 )
-def test_what_is_forbidden_and_nothing_else(apply, vocab_size: int, num_words: int) -> None:
+def test_only_forbidden_tokens_get_minus_infinity(apply, vocab_size: int, num_words: int) -> None:
     logits = random_logits(8, vocab_size, 2.0)
     logits[5, 0], logits[2, -1] = torch.nan, -0.0
     places = [5, 0, 7, 2, 3]
@@ -53,7 +53,7 @@ def test_what_is_forbidden_and_nothing_else(apply, vocab_size: int, num_words: i
 
 
 @pytest.mark.parametrize("apply", PATHS)
-def test_ones_change_no_bit(apply) -> None:
+def test_masks_of_ones_change_no_bits(apply) -> None:
     logits = random_logits(3, 1001, 2.0)
     logits[1, 7], logits[1, 8], logits[1, 9] = torch.nan, torch.inf, -0.0
     before = logits.clone()

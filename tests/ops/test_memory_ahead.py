@@ -1,4 +1,4 @@
-"""Memory of blocks is handed out before it is used, and stays as it is."""
+"""Memory of blocks is populated before it is used, and keeps its contents."""
 
 import resource
 import sys
@@ -26,7 +26,7 @@ def wait_for_threads() -> None:
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
-    """Addresses and bytes that were asked for."""
+    """Record the addresses and sizes that are populated."""
     found: list[Span] = []
 
     def note(address: int, num_bytes: int) -> bool:
@@ -38,14 +38,14 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> list[Span]:
 
 
 def blocks_in(spans: list[Span], kv: torch.Tensor, dim: int) -> set[tuple[int, int]]:
-    """Which blocks of which part of the tensor are covered, by counting bytes."""
+    """Return the blocks of each part of the tensor that are covered, by counting bytes."""
     per_block = kv[(0,) * (dim + 1)].nbytes
     bytes_ = [b for start, num in spans for b in range(start, start + num, per_block)]
     return {divmod((b - kv.data_ptr()) // per_block, kv.shape[dim]) for b in bytes_}
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((2, 3, 10, 8), 2), ((10, 4, 4), 0)])
-def test_so_many_blocks_are_ready_ahead_of_the_last_one(
+def test_blocks_after_the_last_used_one_are_populated(
     spans: list[Span], shape: tuple[int, ...], dim: int
 ) -> None:
     kv = torch.zeros(shape)
@@ -71,13 +71,13 @@ print("ends")
 """
 
 
-def test_a_process_ends_while_memory_is_handed_out() -> None:
-    """Which would take minutes here. A fork waits for its threads, as an interpreter does."""
+def test_process_can_end_while_memory_is_populated() -> None:
+    """Here that would take minutes. A fork waits for its threads, as an interpreter does."""
     found = run_forked([sys.executable, "-c", ENDLESS])
     assert (found.returncode, found.stdout, found.stderr) == (0, "ends\n", "")
 
 
-def test_who_has_ended_asks_for_nothing_more(spans: list[Span]) -> None:
+def test_ended_allocator_populates_nothing(spans: list[Span]) -> None:
     allocator = PageAllocator(torch.zeros(10, 4), 0, 1 << 20)
     allocator.end()
     allocator.use(-1)
@@ -85,13 +85,13 @@ def test_who_has_ended_asks_for_nothing_more(spans: list[Span]) -> None:
     assert not spans
 
 
-def test_host_blocks_are_ready_where_stores_and_loads_write(spans: list[Span]) -> None:
+def test_host_blocks_populate_mirrors_and_device_memory_early(spans: list[Span]) -> None:
     kv = torch.zeros(2, 6, 4, 8)
     host = HostBlocks([kv], dim=1, num_blocks=[20])
     host.write(0, 3, bytes(host.block_bytes(0)))
     host.free_mirrors()
     wait_for_threads()
-    assert not spans  # nobody waits for these
+    assert not spans  # only after allocate_early
     host.allocate_early()
     wait_for_threads()
     (mirror,) = host.regions()
@@ -105,7 +105,7 @@ def test_host_blocks_are_ready_where_stores_and_loads_write(spans: list[Span]) -
     assert spans == host.regions()  # of the new mirror
 
 
-def test_what_is_written_stays_and_new_pages_are_there() -> None:
+def test_populate_keeps_contents_and_adds_pages() -> None:
     memory = host_memory.lazy_zeros((4 << 20,), torch.uint8, torch.device("cpu"))
     values = memory.numpy()
     values[PAGE * 7 + 3] = 9
@@ -117,5 +117,5 @@ def test_what_is_written_stays_and_new_pages_are_there() -> None:
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 10  # of 1,024 pages
 
 
-def test_memory_that_is_not_ours_is_told() -> None:
+def test_populate_reports_foreign_memory() -> None:
     assert not pages.populate(1 << 62, PAGE)

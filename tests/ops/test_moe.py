@@ -1,4 +1,4 @@
-"""Mixtures of experts against sums written out token by token."""
+"""Compare mixtures of experts with sums written out token by token."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch
 
 
 def experts(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up side by side, and down."""
+    """Return gate and up joined, and down."""
     gate_up = numbers(E, 2 * F, D, seed=3) * D**-0.5
     return gate_up.to(dtype), (numbers(E, D, F, seed=4) * F**-0.5).to(dtype)
 
@@ -34,10 +34,10 @@ def by_hand(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.
 
 
 @pytest.mark.parametrize("normalises", [True, False])
-def test_route(normalises: bool) -> None:
+def test_route_chooses_the_largest_logits(normalises: bool) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [5.0, -1.0, 5.0, 5.0]])
     ids, weights = moe_route(logits, 2, normalises)
-    assert ids.tolist() == [[1, 3], [0, 2]], "of equal ones the first"
+    assert ids.tolist() == [[1, 3], [0, 2]], "ties go to the lowest id"
     assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
     wanted = logits.softmax(-1).gather(1, ids.long())
     if normalises:
@@ -54,7 +54,9 @@ def test_route(normalises: bool) -> None:
     ],
     ids=str,
 )
-def test_weights_are_no_coarser_than_float32(dtype: torch.dtype, precision: torch.dtype) -> None:
+def test_routing_weights_have_at_least_float32_precision(
+    dtype: torch.dtype, precision: torch.dtype
+) -> None:
     logits = numbers(5, E, seed=1, dtype=dtype)
     _, weights = moe_route(logits, C, True)
     assert weights.dtype == precision
@@ -62,7 +64,7 @@ def test_weights_are_no_coarser_than_float32(dtype: torch.dtype, precision: torc
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 17])
-def test_experts(num_tokens: int) -> None:
+def test_experts_equal_written_out_sums(num_tokens: int) -> None:
     x = numbers(num_tokens, D, seed=1)
     ids, weights = moe_route(numbers(num_tokens, E, seed=2), C, True)
     wanted = by_hand(x, ids, weights)
@@ -75,7 +77,7 @@ def test_experts(num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17])
-def test_experts_with_biases_and_a_clamped_gate(num_tokens: int) -> None:
+def test_experts_with_biases_and_clamped_gate_equal_written_out_sums(num_tokens: int) -> None:
     x = numbers(num_tokens, D, seed=1)
     ids, weights = moe_route(numbers(num_tokens, E, seed=2), C, True)
     gate_up, down = experts()
@@ -95,7 +97,7 @@ def test_experts_with_biases_and_a_clamped_gate(num_tokens: int) -> None:
     assert torch.equal(moe_experts(x, ids, weights, [*gate_up], [*down], lists, clamped), got)
 
 
-def test_experts_without_tokens_are_not_looked_at() -> None:
+def test_weights_of_unused_experts_are_not_read() -> None:
     x = numbers(4, D, seed=1)
     ids, weights = torch.tensor([[4, 1, 2]] * 4, dtype=torch.int32), torch.ones(4, C).double() / C
     gate_up, down = experts()
@@ -107,7 +109,7 @@ def test_experts_without_tokens_are_not_looked_at() -> None:
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+def test_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     x = numbers(19, D, seed=1, dtype=dtype)
     logits = numbers(19, E, seed=2, dtype=dtype)
     gate_up, down = ([pack_weight(each) for each in weights] for weights in experts(dtype))
@@ -122,7 +124,7 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 17])
-def test_experts_that_are_elsewhere_add_nothing(num_tokens: int) -> None:
+def test_results_of_parts_of_the_experts_add_up(num_tokens: int) -> None:
     x = numbers(num_tokens, D, seed=1)
     ids, weights = moe_route(numbers(num_tokens, E, seed=2), C, True)
     gate_up, down = experts()

@@ -28,15 +28,15 @@ PROTOCOLS = {
 }
 
 
-def told(function: object) -> tuple[int, list[str]]:
-    """How many arguments come by position, and the names of those that come by name."""
+def in_stub(function: object) -> tuple[int, list[str]]:
+    """Return the number of positional arguments, and the names of keyword-only ones."""
     parameters = list(inspect.signature(function).parameters.values())[1:]  # type: ignore[arg-type]
     by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     return len(parameters) - len(by_name), by_name
 
 
-def true(function: object, is_method: bool) -> tuple[int, list[str]]:
-    """The same of a compiled function, whose signature nanobind keeps as text."""
+def in_core(function: object, is_method: bool) -> tuple[int, list[str]]:
+    """Return the same for a compiled function, whose signature nanobind keeps as text."""
     ((signature, *_),) = function.__nb_signature__  # type: ignore[attr-defined]
     (parsed,) = ast.parse(re.sub(r"= \\\d+", "= None", signature) + ": ...").body  # defaults
     assert isinstance(parsed, ast.FunctionDef)
@@ -54,22 +54,22 @@ def functions(protocol: type) -> dict[str, object]:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
-def test_the_protocols_say_what_was_compiled() -> None:
+def test_protocols_match_the_compiled_core() -> None:
     module = core()
     compiled = {name for name in dir(module) if not name.startswith("_")}
-    asked = {name: each for name, each in functions(Core).items() if name != "__init__"}
-    assert set(asked) == compiled
-    for name, function in asked.items():
+    declared = {name: each for name, each in functions(Core).items() if name != "__init__"}
+    assert set(declared) == compiled
+    for name, function in declared.items():
         found = getattr(module, name)
         is_class = isinstance(found, type)
-        assert told(function) == true(found.__init__ if is_class else found, is_class), name
+        assert in_stub(function) == in_core(found.__init__ if is_class else found, is_class), name
         for method, member in functions(PROTOCOLS.get(name, native_types.CoreWeight)).items():
             if method != "__init__":
-                assert told(member) == true(getattr(found, method), True), f"{name}.{method}"
+                assert in_stub(member) == in_core(getattr(found, method), True), f"{name}.{method}"
 
 
-def test_a_core_for_another_cpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make serve` compiles no code for lesser CPUs than this machine's."""
+def test_core_for_another_cpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make serve` compiles no code for CPUs with fewer features than this machine's."""
     other = SimpleNamespace(version=lambda: INTERFACE_VERSION, linear_variants=list)
     monkeypatch.setitem(sys.modules, "quire._core", other)
     with pytest.warns(UserWarning, match="built for another CPU"):

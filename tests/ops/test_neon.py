@@ -1,4 +1,4 @@
-"""The C++ checks of tests/csrc, which need no Python: here, and on emulated 64-bit ARM CPUs.
+"""Run the C++ checks of tests/csrc on this machine and on emulated 64-bit ARM CPUs.
 
 The cross-compiler and the emulator are Debian's and Ubuntu's g++-aarch64-linux-gnu and
 qemu-user-static.
@@ -13,7 +13,7 @@ from tests.support.kernels.cpp_checks import build, checked_variants, tool
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
 
-# What is checked, emulated CPUs, and the variants that they run.
+# Check and emulated CPU, and the variants that run there.
 EMULATED = {
     ("attention", "cortex-a53"): ["portable", "neon"],
     ("linear", "cortex-a53"): ["portable", "neon"],
@@ -34,13 +34,13 @@ def arm_programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_variants_of_this_machine(check: str, tmp_path: Path) -> None:
+def test_checks_pass_on_this_machine(check: str, tmp_path: Path) -> None:
     variants = checked_variants([str(build(check, tool("g++", "g++"), tmp_path))])
     assert variants[0] == "portable"
     assert len(set(variants)) == len(variants)
 
 
 @pytest.mark.parametrize(("check", "cpu"), EMULATED)
-def test_variants_of_emulated_cpus(arm_programs: dict[str, Path], check: str, cpu: str) -> None:
+def test_checks_pass_on_emulated_cpus(arm_programs: dict[str, Path], check: str, cpu: str) -> None:
     command = [tool(EMULATOR, "qemu-user-static"), "-cpu", cpu, str(arm_programs[check])]
     assert checked_variants(command) == EMULATED[check, cpu]

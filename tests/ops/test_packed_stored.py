@@ -1,5 +1,5 @@
-"""Quantised weights of checkpoints, in the core's layout. Their numbers stay the same. Products
-equal the numbers times activations rounded to int8 (not rounded for fp8)."""
+"""Quantised weights of checkpoints keep their values in the core's layout. Products equal float64
+products with activations rounded to int8 (not rounded for fp8)."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def integers(
     zeros: torch.dtype | None = None,
     ordered: bool = False,
 ) -> IntegerRows:
-    """Random ones. zeros: what holds them; float32 are not whole."""
+    """Return random rows. zeros: dtype of the zero points, which are not whole if float32."""
     outputs, inputs = shape
     generator = torch.Generator().manual_seed(outputs + inputs)
     limit = 1 << (bits - 1)
@@ -51,7 +51,7 @@ def integers(
 
 
 def float8(shape: tuple[int, int], group_size: int) -> Float8Rows:
-    """Every code that is a number, also the smallest."""
+    """Return rows with every code but NaN, also the smallest."""
     outputs, inputs = shape
     codes = torch.arange(outputs * inputs).mul(37).remainder(256).to(torch.uint8).view(shape)
     codes[(codes & 0x7F) == 0x7F] = 0x08
@@ -72,7 +72,7 @@ def unpacked(weight: PackedWeight) -> torch.Tensor:
 
 
 def check_products(rows: StoredRows, weight: PackedWeight, tolerance: float = 1e-5) -> None:
-    """Against float64, with activations as the core rounds them; a row has one result."""
+    """Compare with float64 and activations rounded as by the core; batches must not matter."""
     assert torch.equal(unpacked(weight), rows.dequantised())
     outputs, inputs = rows.shape
     bias, every = random(outputs, seed=2), random(max(TOKENS), inputs)
@@ -93,7 +93,7 @@ def check_products(rows: StoredRows, weight: PackedWeight, tolerance: float = 1e
 
 
 @pytest.mark.parametrize(("bits", "shape", "variant"), pairwise([4, 8], SHAPES, VARIANTS))
-def test_integers(bits: int, shape: tuple[int, int], variant: str) -> None:
+def test_integer_products_equal_float64(bits: int, shape: tuple[int, int], variant: str) -> None:
     for group_size in (32, 64, 128, shape[1]):
         for zeros in (None, torch.bfloat16):
             rows = integers(shape, bits, group_size, zeros=zeros)
@@ -104,7 +104,7 @@ def test_integers(bits: int, shape: tuple[int, int], variant: str) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zeros", [None, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_scales_and_zero_points_of_any_width(
+def test_scales_and_zero_points_may_have_any_width(
     scales: torch.dtype, zeros: torch.dtype | None, bits: int, variant: str
 ) -> None:
     rows = integers((40, 300), bits, 64, scales, zeros)
@@ -117,7 +117,7 @@ def test_scales_and_zero_points_of_any_width(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("inputs", [128, 331])
-def test_inputs_that_were_sorted_are_gathered(inputs: int, variant: str) -> None:
+def test_sorted_inputs_are_gathered(inputs: int, variant: str) -> None:
     for bits, zeros in ((4, None), (4, torch.bfloat16), (8, None)):
         rows = integers((50, inputs), bits, 64, zeros=zeros, ordered=True)
         weight = pack_stored(rows, variant=variant)
@@ -126,7 +126,7 @@ def test_inputs_that_were_sorted_are_gathered(inputs: int, variant: str) -> None
         assert torch.equal(linear(x, weight), linear(x.float(), weight).bfloat16())
 
 
-def test_zero_points_that_are_all_zero_take_nothing() -> None:
+def test_zero_points_of_only_zeros_are_dropped() -> None:
     rows = integers((40, 96), 4, 32, torch.bfloat16)
     zeros = replace(rows, zeros=torch.zeros_like(rows.scales))
     assert pack_stored(zeros).format == "int4"
@@ -144,7 +144,7 @@ def test_zero_points_that_are_all_zero_take_nothing() -> None:
         (40, 20, 24),
     ],
 )
-def test_groups_are_parted_but_not_changed(size: int, inputs: int, wanted: int) -> None:
+def test_groups_are_split_without_changing_values(size: int, inputs: int, wanted: int) -> None:
     assert stored_group(size, inputs) == wanted
     rows = integers((20, inputs), 4, size, zeros=torch.bfloat16)
     check_products(rows, pack_stored(rows))
@@ -152,7 +152,7 @@ def test_groups_are_parted_but_not_changed(size: int, inputs: int, wanted: int) 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [*SHAPES, (20, 5003)])
-def test_float8(shape: tuple[int, int], variant: str) -> None:
+def test_float8_products_equal_float64(shape: tuple[int, int], variant: str) -> None:
     """Nothing is rounded; the last shape has more inputs than a chunk of a panel."""
     for group_size in (32, 128, shape[1]):
         rows = float8(shape, group_size)
@@ -161,12 +161,12 @@ def test_float8(shape: tuple[int, int], variant: str) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [(1, 32), (33, 64), (70, 320), (20, 1056)])
-def test_float4(shape: tuple[int, int], variant: str) -> None:
+def test_float4_products_equal_float64(shape: tuple[int, int], variant: str) -> None:
     rows = float4(shape)
     check_products(rows, pack_stored(rows, variant=variant))
 
 
-def test_float4_scales_are_exact_at_the_ends() -> None:
+def test_float4_scales_are_exact_at_the_ends_of_their_range() -> None:
     codes = torch.full((4, 16), 0x21, dtype=torch.uint8)
     rows = Float4Rows(codes, torch.tensor([[0], [1], [2], [254]], dtype=torch.uint8))
     for variant in VARIANTS:
@@ -190,7 +190,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_threads_change_no_bit(name: str) -> None:
+def test_number_of_threads_does_not_change_bits(name: str) -> None:
     x, results = random(40, ROWS[name].shape[1]), []
     try:
         for threads in (1, 2, 3):
@@ -204,7 +204,7 @@ def test_threads_change_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_bytes_are_known_before_and_views_restored(name: str) -> None:
+def test_packed_bytes_are_planned_and_views_restored(name: str) -> None:
     rows = ROWS[name]
     weight = pack_stored(rows)
     quantization = Quantization(weight.format, weight.layout.group)
@@ -224,7 +224,7 @@ def test_bytes_are_known_before_and_views_restored(name: str) -> None:
             packed_view(weight.data, [list(weight.layout._replace(**wrong))])
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_nonfinite_values_and_odd_groups_are_rejected() -> None:
     cpu = torch.device("cpu")
     bad = ROWS["int4"].scales.clone()
     bad[3, 1] = float("inf")

@@ -39,7 +39,7 @@ def streams(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
-def test_known_answers(counter, key, expected):
+def test_torch_gives_the_known_answers(counter, key, expected):
     counter_words = tuple(torch.tensor([word]) for word in counter)
     key_words = tuple(torch.tensor([word]) for word in key)
     words = philox.philox_words(counter_words, key_words)
@@ -48,7 +48,7 @@ def test_known_answers(counter, key, expected):
 
 @needs_core
 @pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
-def test_known_answers_of_the_core(counter, key, expected):
+def test_core_gives_the_known_answers(counter, key, expected):
     assert tuple(native.core().philox_words(counter, key)) == expected
 
 
@@ -61,13 +61,13 @@ def test_core_has_the_same_bits(num_rows, vocab_size):
 
 
 @pytest.mark.parametrize("uniform_at", [philox.uniform_at, philox.uniform_at_reference])
-def test_noise_of_some_tokens_is_that_of_all(uniform_at):
+def test_noise_of_some_tokens_equals_that_of_all_tokens(uniform_at):
     noise = philox.uniform(*streams(5), 1000)
     token_ids = torch.randint(0, 1000, (5, 37), generator=torch.Generator().manual_seed(1))
     assert torch.equal(uniform_at(*streams(5), token_ids), noise.gather(1, token_ids))
 
 
-def test_counter_layout():
+def test_noise_of_a_token_is_a_word_of_its_counter():
     """Token 4 c + w is word w of the counter (c, position, sample index, 0) under the seed."""
     seed, sample_index, position, token_id = -2, 3, 9, 4 * 17 + 2
     counter = tuple(torch.tensor([word]) for word in (17, position, sample_index, 0))
@@ -100,7 +100,7 @@ def test_each_argument_changes_the_noise(changed):
     assert not torch.equal(philox.uniform(*arguments, 64), before)
 
 
-def test_a_row_does_not_depend_on_the_others():
+def test_row_does_not_depend_on_other_rows():
     together = philox.uniform(*streams(6), 999)
     for row in range(6):
         alone = philox.uniform(*(stream[row : row + 1] for stream in streams(6)), 999)

@@ -1,4 +1,4 @@
-"""Programs of the C++ core: what is made of a record of operations, and where buffers stand."""
+"""Programs of the C++ core: how recorded operations are traced, and how buffers are placed."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ TOKENS = 3
 
 
 def draft_of(forward: object) -> ProgramDraft:
-    """The program of a function of ids and positions."""
+    """Return the program of a function of ids and positions."""
     ids_T, positions_T = torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS)
     with record_ops(keeps_values=True) as record:
         result = forward(ids_T, positions_T)  # type: ignore[operator]
@@ -60,7 +60,7 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 
 def mixture(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
-    """Experts whose weights are multiplied by a factor."""
+    """Run experts with routing weights multiplied by a factor."""
     ids_TC, weights_TC = moe_route(x_TD, 2, True)
     experts = torch.ones(4, 6, 4), torch.ones(4, 4, 3)
     return moe_experts(x_TD, ids_TC, weights_TC * factor, *experts)
@@ -88,7 +88,7 @@ UNTRACEABLE = {
 
 
 @pytest.mark.parametrize("name", UNTRACEABLE)
-def test_what_a_program_cannot_do_is_refused(name: str) -> None:
+def test_untraceable_operations_are_rejected(name: str) -> None:
     forward, reason = UNTRACEABLE[name]
     with pytest.raises(Untraceable, match=reason):
         draft_of(forward)
@@ -113,7 +113,7 @@ def drafts(draw: st.DrawFn) -> ProgramDraft:
 
 
 @given(drafts())
-def test_buffers_that_live_at_once_share_no_place(draft: ProgramDraft) -> None:
+def test_buffers_that_live_together_do_not_overlap(draft: ProgramDraft) -> None:
     places, width = draft.offsets()
     phases = draft.phases
     lives: dict[int, list[int]] = {}
@@ -131,11 +131,11 @@ def test_buffers_that_live_at_once_share_no_place(draft: ProgramDraft) -> None:
                 assert apart or places[b] + draft.widths[b] <= places[a]
 
 
-def test_what_all_threads_read_shares_places_with_nothing_else() -> None:
+def test_buffers_that_all_threads_read_overlap_no_others() -> None:
     draft = ProgramDraft(widths=[16] * 8)
     for kind, views in (
         (Kind.RELU, (1, 7)),
-        (Kind.PREPARE, (2, 1)),  # 2 and 5: all threads read all of it
+        (Kind.PREPARE, (2, 1)),  # all threads read all of buffers 2 and 5
         (Kind.MULTIPLY, (3, 2)),
         (Kind.RELU, (4, 3)),
         (Kind.PREPARE, (5, 4)),
@@ -150,7 +150,7 @@ def test_what_all_threads_read_shares_places_with_nothing_else() -> None:
 
 
 @given(drafts())
-def test_phases_part_shared_work_from_rows(draft: ProgramDraft) -> None:
+def test_phases_separate_shared_work_from_rows(draft: ProgramDraft) -> None:
     members: dict[int, list[Kind]] = {}
     for phase, instruction in zip(draft.phases, draft.instructions, strict=True):
         members.setdefault(phase, []).append(instruction.kind)

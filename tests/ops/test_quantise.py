@@ -1,4 +1,4 @@
-"""Weights rounded by torch equal the C++ core's, number by number."""
+"""Weights rounded by torch equal the C++ core's, value by value."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SIZES = [("int8", size) for size in (0, 32, 64, 128)] + [("int4", size) for size
 
 
 def weights(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """With rows of zeros, outliers, and numbers so small that scales are hardly there."""
+    """Return weights with rows of zeros, outliers, and values whose scales are subnormal."""
     generator = torch.Generator().manual_seed(outputs + inputs)
     weight = torch.randn(outputs, inputs, generator=generator)
     weight[:, ::32] *= 5
@@ -26,7 +26,7 @@ def weights(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> to
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize(("format", "size"), SIZES)
 @pytest.mark.parametrize("inputs", [32, 36, 300, 1027])
-def test_integers_are_the_cores(inputs: int, format: str, size: int) -> None:
+def test_rounded_integers_equal_the_cores(inputs: int, format: str, size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         weight, quantization = weights(70, inputs, dtype), Quantization(format, size)
         rows = quantised(weight, quantization)
@@ -42,11 +42,11 @@ def test_float8_has_a_scale_for_each_output() -> None:
     largest = weight.abs().amax(dim=1, keepdim=True)
     torch.testing.assert_close(rows.dequantised().abs().amax(dim=1, keepdim=True), largest)
     error = (rows.dequantised() - weight).abs()
-    # Half of a step, which is an eighth of the power of two, or that of the smallest numbers.
+    # Half of a step, which is an eighth of the power of two, or the step of subnormals.
     assert (error <= (weight.abs() / 16).maximum(rows.scales * 2.0**-10) * 1.0001).all()
 
 
-def test_what_is_not_finite_has_no_scale() -> None:
+def test_nonfinite_weights_cannot_be_quantised() -> None:
     weight = weights(8, 64)
     weight[3, 5] = torch.inf
     with pytest.raises(ConfigError, match=r"\[8, 64\] holds values that are not finite.*int8"):

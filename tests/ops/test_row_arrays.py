@@ -1,4 +1,4 @@
-"""The rows' state in arrays and in tensors: the same changes leave the same state."""
+"""The row state in arrays and in tensors: the same changes give the same state."""
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ def numbers() -> np.random.Generator:
 
 
 def both(numbers: np.random.Generator) -> tuple[RowArrays, RowTensors]:
-    """Arrays, and tensors that are copies of them."""
+    """Return arrays, and tensors that are copies of them."""
 
     def ints(*shape: int, below: int = 50, dtype: type = np.int32) -> npt.NDArray[np.generic]:
         return numbers.integers(0, below, shape).astype(dtype)
@@ -43,7 +43,7 @@ def assert_alike(arrays: RowArrays, tensors: RowTensors) -> None:
         assert (getattr(arrays, name) == getattr(tensors, name).numpy()).all(), name
 
 
-def test_changes(numbers: np.random.Generator) -> None:
+def test_deltas_tokens_and_copies_give_the_same_state(numbers: np.random.Generator) -> None:
     arrays, tensors = both(numbers)
     deltas = np.array(
         [
@@ -69,7 +69,7 @@ def test_changes(numbers: np.random.Generator) -> None:
     assert_alike(arrays, tensors)
 
 
-def test_counters_move_and_tokens_are_stored(numbers: np.random.Generator) -> None:
+def test_advance_gives_the_same_state(numbers: np.random.Generator) -> None:
     arrays, tensors = both(numbers)
     rows, contexts = np.array([3, 0], np.int32), np.array([9, 5], np.int32)
     sampling, lengths = np.array([0, 2], np.int32), np.array([5, 8], np.int64)
@@ -83,7 +83,7 @@ def test_counters_move_and_tokens_are_stored(numbers: np.random.Generator) -> No
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_what_a_step_reads(numbers: np.random.Generator) -> None:
+def test_gathered_arrays_equal_the_reference(numbers: np.random.Generator) -> None:
     arrays, tensors = both(numbers)
     rows, counts = np.array([4, 1, 2], np.int32), np.array([3, 1, 6], np.int32)
     found = gather_arrays(arrays, rows, counts, 6)

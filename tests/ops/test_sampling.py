@@ -1,6 +1,6 @@
-"""The choice of tokens: distributions, filters, order, independence of the batch.
+"""Sampling of tokens: distributions, filters, order, independence of the batch.
 
-Each path is tested: the C++ core's (if it was built) and the torch reference.
+Both paths are tested: the C++ core (if it was built) and the torch reference.
 """
 
 import numpy as np
@@ -49,8 +49,8 @@ def draw(path, logits_RV: torch.Tensor, temperature: float = 1.0, seed: int = 11
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("settings", FILTERS, ids=str)
-def test_distribution(path, settings):
-    """Counts over many positions against the exact distribution of a plain implementation."""
+def test_samples_follow_the_filtered_distribution(path, settings):
+    """Compare counts over many positions with the exact distribution of a plain implementation."""
     logits_V = random_logits(1, 61, 1.5)[0]
     num_draws = 12_000
     ids = draw(path, logits_V.repeat(num_draws, 1), **settings)
@@ -60,7 +60,7 @@ def test_distribution(path, settings):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_distribution_over_sample_indices_and_seeds(path):
+def test_samples_follow_the_distribution_over_indices_and_seeds(path):
     logits_V = random_logits(1, 61, 1.5)[0]
     expected = oracle.filtered_distribution(logits_V.double().numpy())
     many = torch.arange(12_000)
@@ -74,8 +74,8 @@ def test_distribution_over_sample_indices_and_seeds(path):
 @pytest.mark.skipif(native.core() is None, reason="the C++ core was not built")
 @pytest.mark.parametrize("spread", [0.02, 1.0, 4.0, 12.0])
 @pytest.mark.parametrize("vocab_size", [5, 256, 1023, 5001])
-def test_core_chooses_what_torch_does(spread, vocab_size):
-    """Every filter in one batch; with narrow and wide nuclei, rounded logits (ties) and masks."""
+def test_core_chooses_the_tokens_of_torch(spread, vocab_size):
+    """One batch has every filter, narrow and wide nuclei, rounded logits (ties) and masks."""
     settings = [*FILTERS, {"top_k": 2000, "top_p": 0.9}, {"top_k": 10**6}]
     logits_RV = random_logits(len(settings) * 4, vocab_size, spread).bfloat16().float()
     logits_RV[:, 1::3] = -torch.inf
@@ -93,7 +93,7 @@ def test_core_chooses_what_torch_does(spread, vocab_size):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("settings", FILTERS, ids=str)
-def test_a_row_is_the_same_alone(path, settings):
+def test_row_is_the_same_alone_and_in_a_batch(path, settings):
     logits_RV = random_logits(5, 3000, 2.0)
     arguments = dict(settings)
     temperatures = torch.full((5,), arguments.pop("temperature", 1.0))
@@ -105,7 +105,7 @@ def test_a_row_is_the_same_alone(path, settings):
         assert alone[0] == together[row]
 
 
-def test_known_largest_k_changes_nothing():
+def test_known_largest_top_k_does_not_change_tokens():
     logits_RV = random_logits(40, 3000, 1.0)
     filters = make_filters(40, top_k=50, top_p=0.9)
     arguments = (logits_RV, torch.ones(40), make_streams(40), filters)
@@ -113,7 +113,7 @@ def test_known_largest_k_changes_nothing():
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_filters_that_pass_everything_change_nothing(path):
+def test_filters_that_pass_all_tokens_change_nothing(path):
     logits_RV = random_logits(50, 2000, 1.0)
     plain = draw(path, logits_RV)
     assert torch.equal(draw(path, logits_RV, top_k=2000), plain)
@@ -121,8 +121,8 @@ def test_filters_that_pass_everything_change_nothing(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_wide_nucleus(path):
-    """More tokens than are tried at first: the result is that of all tokens."""
+def test_wide_nucleus_gives_the_choice_among_all_tokens(path):
+    """The nucleus has more tokens than are examined first."""
     logits_RV = random_logits(8, 4000, 0.1)
     streams = make_streams(8)
     filters = make_filters(8, top_p=0.9)
@@ -132,8 +132,8 @@ def test_wide_nucleus(path):
 
 @pytest.mark.skipif(native.core() is None, reason="the C++ core was not built")
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0])
-def test_core_chooses_in_any_nucleus_what_torch_does(spread):
-    """Nuclei of one token to nearly all, where the winner of all tokens is often outside."""
+def test_core_chooses_the_tokens_of_torch_in_any_nucleus(spread):
+    """Nuclei have one token to nearly all; the winner of all tokens is often outside."""
     shares = [1e-6, 0.02, 0.1, 0.3, 0.7, 0.95, 0.9999]
     logits_RV = random_logits(len(shares) * 30, 3000, spread).bfloat16().float()
     temperatures, streams = torch.full((len(logits_RV),), 0.8), make_streams(len(logits_RV))
@@ -145,9 +145,9 @@ def test_core_chooses_in_any_nucleus_what_torch_does(spread):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("vocab_size", [64, 2048])
-def test_a_nucleus_ends_exactly_where_top_p_is_reached(path, vocab_size):
-    """Equal logits: with a share of 1/4 the first quarter is the nucleus and no token more, with
-    a float32 step above it one token more."""
+def test_nucleus_ends_exactly_where_top_p_is_reached(path, vocab_size):
+    """Logits are equal: with top_p of 1/4 the nucleus is exactly the first quarter. With the next
+    float32 it has one token more."""
     num_draws, quarter = 2000, vocab_size // 4
     logits_RV = torch.full((num_draws, vocab_size), -1.5)
     streams = make_streams(num_draws)
@@ -160,7 +160,7 @@ def test_a_nucleus_ends_exactly_where_top_p_is_reached(path, vocab_size):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_rows_without_a_finite_logit_do_not_crash(path):
+def test_rows_without_valid_logits_give_valid_token_ids(path):
     logits_RV = random_logits(4, 2000, 1.0)
     logits_RV[0] = torch.nan
     logits_RV[1] = -torch.inf
@@ -175,7 +175,7 @@ ARG_MAX = [top_k.arg_max, top_k.arg_max_reference]
 
 @pytest.mark.parametrize("arg_max", ARG_MAX)
 @pytest.mark.parametrize("vocab_size", [1, 255, 256, 1000])
-def test_arg_max_takes_the_lowest_of_equal_ids(arg_max, vocab_size):
+def test_arg_max_returns_the_lowest_id_of_ties(arg_max, vocab_size):
     logits_RV = random_logits(30, vocab_size, 1.0).round()
     ids, values = arg_max(logits_RV)
     for row, logits_V in enumerate(logits_RV.numpy()):
@@ -184,13 +184,13 @@ def test_arg_max_takes_the_lowest_of_equal_ids(arg_max, vocab_size):
 
 
 @pytest.mark.parametrize("arg_max", ARG_MAX)
-def test_arg_max_zeros_of_either_sign_are_equal(arg_max):
+def test_arg_max_treats_zeros_of_either_sign_as_equal(arg_max):
     assert arg_max(torch.tensor([[-1.0, -0.0, 0.0, -0.0]]))[0].tolist() == [1]
 
 
 @pytest.mark.parametrize("arg_max", ARG_MAX)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_arg_max_shows_nan(arg_max, sign):
+def test_arg_max_returns_nan(arg_max, sign):
     logits_RV = random_logits(2, 700, 1.0)
     logits_RV[1, 650] = torch.tensor(torch.nan).copysign(torch.tensor(sign))
     values = arg_max(logits_RV)[1]
@@ -199,7 +199,7 @@ def test_arg_max_shows_nan(arg_max, sign):
 
 @pytest.mark.parametrize("path", [top_k.top_k, top_k.top_k_reference])
 @pytest.mark.parametrize("k", [1, 2, 17, 500, 777])
-def test_top_k(path, k):
+def test_top_k_breaks_ties_by_the_lowest_id(path, k):
     logits_RV = (random_logits(6, 777, 2.0) * 2).round()  # many ties
     logits_RV[1, 50:] = -torch.inf
     logits_RV[2] = 0.0
@@ -212,7 +212,7 @@ def test_top_k(path, k):
 
 @pytest.mark.parametrize("path", [log_sum_exp, log_sum_exp_reference])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
-def test_log_sum_exp(path, spread):
+def test_log_sum_exp_equals_float64(path, spread):
     logits_RV = random_logits(7, 1301, spread)
     logits_RV[3, :1000] = -torch.inf
     temperatures = torch.linspace(0.2, 2.0, 7)
@@ -222,7 +222,7 @@ def test_log_sum_exp(path, spread):
     assert path(logits_RV)[2] == path(logits_RV[2:3])[0]
 
 
-def test_logprobs_and_ranks():
+def test_logprobs_and_ranks_equal_float64():
     logits_RV = random_logits(9, 500, 3.0).round(decimals=0)
     chosen = torch.arange(9) * 50
     result = logprobs.token_logprobs(logits_RV, chosen, 6)
@@ -238,7 +238,7 @@ def test_logprobs_and_ranks():
 
 
 @pytest.mark.parametrize("num_candidates", [0, 1, 20, 500, 10_000])
-def test_number_of_candidates(num_candidates):
+def test_number_of_candidates_is_limited_by_the_vocabulary(num_candidates):
     result = logprobs.token_logprobs(
         random_logits(2, 50, 1.0), torch.tensor([3, 4]), num_candidates
     )
@@ -249,7 +249,7 @@ def test_number_of_candidates(num_candidates):
     "penalties",
     [(0.7, 0.0, 1.0), (0.0, -0.4, 1.0), (0.0, 0.0, 1.8), (0.0, 0.0, 0.5), (-1.0, 0.3, 1.2)],
 )
-def test_penalties(penalties):
+def test_penalties_equal_the_oracle(penalties):
     logits_RV = random_logits(6, 40, 2.0)
     generator = torch.Generator().manual_seed(3)
     tokens_RM = torch.randint(0, 40, (6, 30), generator=generator, dtype=torch.int32)

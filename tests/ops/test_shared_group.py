@@ -1,4 +1,4 @@
-"""Ranks that share memory: threads with a mapping each, and processes where one is to die."""
+"""Ranks that share memory: threads with a mapping each, and a process that is killed."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ time.sleep(60)
 def share(
     path: Path, size: int, work: Callable[[SharedGroup], None], slot_bytes: int = 4096
 ) -> None:
-    """Let threads work as ranks, each with a mapping of its own, like processes."""
+    """Run threads as ranks, each with its own mapping, like processes."""
     groups = [
         SharedGroup(str(path), rank, size, slot_bytes=slot_bytes, timeout_s=30)
         for rank in range(size)
@@ -67,13 +67,13 @@ def test_thousands_of_exchanges_stay_in_step(tmp_path: Path) -> None:
     share(tmp_path / "ranks", 3, work)
 
 
-def test_memory_may_have_no_name() -> None:
+def test_memory_may_be_anonymous() -> None:
     file = os.memfd_create("ranks")
     share(Path(f"/proc/self/fd/{file}"), 2, lambda group: exchange_all(group, torch.float32))
     os.close(file)
 
 
-def test_who_gives_up_wakes_the_others(tmp_path: Path) -> None:
+def test_abort_of_a_rank_wakes_the_waiting_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "ranks")
     waiting, other = (SharedGroup(path, rank, 2, timeout_s=30) for rank in range(2))
     threading.Timer(0.3, other.abort).start()
@@ -86,14 +86,14 @@ def test_who_gives_up_wakes_the_others(tmp_path: Path) -> None:
             group.all_gather(torch.ones(3))
 
 
-def test_who_does_not_come_is_not_waited_for_long(tmp_path: Path) -> None:
+def test_wait_for_a_missing_rank_times_out(tmp_path: Path) -> None:
     path = str(tmp_path / "ranks")
     alone = SharedGroup(path, 0, 2, timeout_s=0.1)
     with pytest.raises(RankLost, match=r"Rank 1 of 2 .* did not come in time"):
         alone.all_reduce(torch.ones(3))
 
 
-def test_a_killed_process_is_missed_at_once(tmp_path: Path) -> None:
+def test_killed_process_is_detected_immediately(tmp_path: Path) -> None:
     path = str(tmp_path / "ranks")
     group: RankGroup = SharedGroup(path, 0, 2, slot_bytes=4096, timeout_s=30)
     with subprocess.Popen(
@@ -113,7 +113,7 @@ def test_a_killed_process_is_missed_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - killed[0] < 0.2  # it is not reaped yet
 
 
-def test_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_mismatched_ranks_are_rejected(tmp_path: Path) -> None:
     path = str(tmp_path / "ranks")
     first = SharedGroup(path, 0, 2)
     with pytest.raises(EngineError, match="Rank 0 is there already"):

@@ -1,4 +1,4 @@
-"""Memory of large results is used again, and never while anything refers to it."""
+"""Memory of large results is reused, but never while anything refers to it."""
 
 import threading
 
@@ -14,36 +14,36 @@ from quire.ops.weights.pack import pack
 SIZE = LARGE + 1000
 
 
-def test_it_is_used_again_when_nothing_refers_to_it() -> None:
+def test_memory_is_reused_when_nothing_refers_to_it() -> None:
     spare = SpareMemory()
     one, two = spare.empty(SIZE), spare.empty(SIZE)
-    places = one.ctypes.data, two.ctypes.data
-    assert len(set(places)) == 2 and not any(place % 64 for place in places)
+    addresses = one.ctypes.data, two.ctypes.data
+    assert len(set(addresses)) == 2 and not any(address % 64 for address in addresses)
     part = one[-3:]
     del one
-    assert spare.empty(SIZE).ctypes.data not in places
+    assert spare.empty(SIZE).ctypes.data not in addresses
     del part
-    assert spare.empty(LARGE).ctypes.data == places[0]
+    assert spare.empty(LARGE).ctypes.data == addresses[0]
     tensor = torch.from_numpy(two).view(torch.int32)
     del two
     last = tensor[-1:]
     del tensor
-    assert spare.empty(SIZE).ctypes.data != places[1]
+    assert spare.empty(SIZE).ctypes.data != addresses[1]
     assert last.numel() == 1
 
 
-def test_what_is_too_small_is_given_back() -> None:
+def test_spare_memory_that_is_too_small_is_freed() -> None:
     spare = SpareMemory()
-    small, kept = spare.empty(LARGE), spare.empty(LARGE)
-    place = kept.ctypes.data
+    small, in_use = spare.empty(LARGE), spare.empty(LARGE)
+    address = in_use.ctypes.data
     del small
     large = spare.empty(4 * LARGE)
-    del kept, large
-    assert spare.empty(LARGE).ctypes.data == place  # what was in use then is still there
+    del in_use, large
+    assert spare.empty(LARGE).ctypes.data == address  # memory in use at that time was not freed
     assert len(spare.empty(100)) == 100
 
 
-def test_threads_get_memory_of_their_own() -> None:
+def test_threads_do_not_share_memory() -> None:
     spare, barrier, wrong = SpareMemory(), threading.Barrier(4), []
 
     def use(number: int) -> None:
@@ -65,7 +65,7 @@ def test_threads_get_memory_of_their_own() -> None:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-def test_large_products_that_are_kept_stay_what_they_are() -> None:
+def test_large_products_in_use_are_not_overwritten() -> None:
     weight = pack(torch.eye(8).repeat(1 << 16, 1), None)
     results = [linear(torch.full((9, 8), float(i)), weight) for i in range(3)]
     assert results[0].nbytes > LARGE

@@ -1,4 +1,4 @@
-"""Layers with states, in all backends, compared with loops over whole sequences in float64.
+"""Compare layers with states, in all backends, with loops over whole sequences in float64.
 
 Covers `ops/attention/core_states.py` and `ops/attention/states.py`.
 """
@@ -38,7 +38,7 @@ def layout_of(dtype: torch.dtype, heads: DeltaHeads = HEADS, width: int = WIDTH)
 
 
 def step_of(rows: Sequence[tuple[int, int, list[int]]]) -> AttentionStep:
-    """rows: tokens before the step, tokens in it, and the row's table."""
+    """Return a step. rows: tokens before the step, tokens in it, and the row's table."""
     lens = np.array([count for _, count, _ in rows], np.int32)
     contexts = np.array([before + count for before, count, _ in rows], np.int32)
     longest = max(len(table) for *_, table in rows)
@@ -56,8 +56,10 @@ def step_of(rows: Sequence[tuple[int, int, list[int]]]) -> AttentionStep:
 
 
 class Inputs:
-    """What a layer is given for one sequence, and what must come of it, by loops in float64; beside
-    it by how many units of rounding (eps / 2) sums in a narrower type may miss it."""
+    """A layer's inputs for one sequence, and the expected outputs by loops in float64.
+
+    With each output comes the units of rounding (eps / 2) that sums in a narrower type may be off.
+    """
 
     def __init__(
         self, seed: int, length: int, heads: DeltaHeads, dtype: torch.dtype, width: int = WIDTH
@@ -73,8 +75,8 @@ class Inputs:
         self.shift = torch.randn(heads.values, generator=shared).to(sums)
 
     def convolved(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each of the W products and sums is off by less than a unit of what is added up; the slope
-        of SiLU is below 1.1, and its exponential off by 4 units."""
+        """Each of the W products and sums is off by less than a unit of the sum of magnitudes. The
+        slope of SiLU is below 1.1, and its exponential is off by 4 units."""
         x, weight = self.x.double(), self.weight.double()
         width = weight.shape[1]
         padded = torch.cat([torch.zeros(width - 1, x.shape[1], dtype=x.dtype), x])
@@ -82,10 +84,10 @@ class Inputs:
         return F.silu(terms.sum(0)), (2.2 * width + 8) * terms.abs().sum(0)
 
     def remembered(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x itself as queries, keys and values.
+        """Apply the delta rule to x itself as queries, keys and values.
 
-        A column of the memory is M' = (1 - b k k^T) g M + b k v with b, g and |k| at most 1: what
-        it was off by does not grow. A step adds at most u (D for each dot product and each length,
+        A column of the memory is M' = (1 - b k k^T) g M + b k v with b, g and |k| at most 1.
+        So earlier errors do not grow. A step adds at most u (D for each dot product and each norm,
         and some for the gates) times g |M| + |v|.
         """
         heads, x, gates = self.heads, self.x.double(), self.gates.double()
@@ -113,7 +115,7 @@ class Inputs:
 
 
 def projected(parts: Sequence[tuple[Inputs, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of several sequences, as views of rows that hold more."""
+    """Return tokens of several sequences, as views of wider rows."""
     x = torch.cat([each.x[first:end] for each, first, end in parts])
     gates = torch.cat([each.gates[first:end] for each, first, end in parts])
     other = torch.full((len(x), 5), torch.nan, dtype=x.dtype)
@@ -125,7 +127,7 @@ def projected(parts: Sequence[tuple[Inputs, int, int]]) -> tuple[torch.Tensor, t
 def assert_within(
     made: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor], times: float = 1.0
 ) -> None:
-    """`made` has sums in float32, and was rounded to its dtype."""
+    """Check `made`, which has sums in float32 and was rounded to its dtype."""
     exact, units = wanted
     kind = torch.finfo(made.dtype)
     rounding = exact.abs().clamp(min=kind.smallest_normal) * kind.eps / 2
@@ -134,10 +136,16 @@ def assert_within(
 
 
 def run(
-    backend: AttentionBackend, inputs: Sequence[Inputs], layer: int, seed: int, most: int = 3 * P
+    backend: AttentionBackend,
+    inputs: Sequence[Inputs],
+    layer: int,
+    seed: int,
+    max_tokens: int = 3 * P,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Compute sequences in steps of random lengths up to `most`; each leaves random snapshots, and
-    in some steps a sequence goes back to one of them and takes the rest again."""
+    """Compute sequences in steps of up to `max_tokens` tokens each, with random snapshots.
+
+    After some steps a sequence rewinds to a snapshot and computes the rest again.
+    """
     choose = random.Random(seed)
     free = list(range(NUM_BLOCKS))
     choose.shuffle(free)
@@ -148,7 +156,7 @@ def run(
         rows, parts = [], []
         for i, each in enumerate(inputs):
             left = len(each.x) - done[i]
-            count = choose.randint(0, min(left, most))
+            count = choose.randint(0, min(left, max_tokens))
             if count == 0:
                 continue
             table = tables[i]
@@ -172,42 +180,44 @@ def run(
             made[i] = made[i][:end]
             at += end - first
             done[i] = end
-            kept = [k for k, block in enumerate(tables[i]) if block >= 0 and (k + 1) * P <= end]
-            if kept and choose.random() < 0.2:
-                back = choose.choice(kept)
+            recorded = [k for k, block in enumerate(tables[i]) if block >= 0 and (k + 1) * P <= end]
+            if recorded and choose.random() < 0.2:
+                back = choose.choice(recorded)
                 free += [block for block in tables[i][back + 1 :] if block >= 0]
                 del tables[i][back + 1 :]
                 done[i] = (back + 1) * P
     return [(torch.stack([c for c, _ in each]), torch.stack([o for _, o in each])) for each in made]
 
 
-def run_guessing(
-    backend: AttentionBackend, inputs: Sequence[Inputs], seed: int, most: int = 2 * P
+def run_drafting(
+    backend: AttentionBackend, inputs: Sequence[Inputs], seed: int, max_tokens: int = 2 * P
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Compute sequences in steps of up to `most` tokens, of which some rows' last ones are no
-    tokens of theirs: guesses, of which the first wrong one ends what counts."""
+    """Compute sequences in steps of up to `max_tokens` tokens each.
+
+    The last tokens of some rows are wrong drafts, which are rejected.
+    """
     choose, one = random.Random(seed), inputs[0]
-    nothing = Inputs(seed + 99, most, one.heads, one.x.dtype)
+    nothing = Inputs(seed + 99, max_tokens, one.heads, one.x.dtype)
     tables = [list(range(i, NUM_BLOCKS, len(inputs))) for i in range(len(inputs))]
     done = [0] * len(inputs)
     made: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in inputs]
     while alive := [i for i, each in enumerate(inputs) if done[i] < len(each.x)]:
-        rows, parts, guesses, counts = [], [], [], []
+        rows, parts, has_drafts, counts = [], [], [], []
         for i in alive:
-            num = choose.randint(1, min(most, len(inputs[i].x) - done[i]))
-            wrong = choose.choice([0, 0, choose.randint(0, most)])
+            num = choose.randint(1, min(max_tokens, len(inputs[i].x) - done[i]))
+            wrong = choose.choice([0, 0, choose.randint(0, max_tokens)])
             rows.append((done[i], num + wrong, tables[i]))
             parts += [(inputs[i], done[i], done[i] + num), (nothing, 0, wrong)]
-            guesses.append(wrong > 0)
+            has_drafts.append(wrong > 0)
             counts.append(num)
-        kept = RecordedInputs(backend, np.array(guesses))
-        kept.prepare(step_of(rows))
+        recorded = RecordedInputs(backend, np.array(has_drafts))
+        recorded.prepare(step_of(rows))
         x, gates = projected(parts)
-        convolved = kept.convolve(0, x, one.weight)
-        out = kept.delta_rule(0, convolved, gates, one.rate, one.shift, one.heads)
-        right = np.array(counts, np.int32)[np.array(guesses)]
+        convolved = recorded.convolve(0, x, one.weight)
+        out = recorded.delta_rule(0, convolved, gates, one.rate, one.shift, one.heads)
+        right = np.array(counts, np.int32)[np.array(has_drafts)]
         if len(right):
-            kept.settle(right)
+            recorded.settle(right)
         at = 0
         for i, num, (_, width, _) in zip(alive, counts, rows, strict=True):
             made[i] += zip(convolved[at : at + num], out[at : at + num], strict=True)
@@ -218,32 +228,32 @@ def run_guessing(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("backend", [ReferenceBackend, TorchBackend])
-def test_wrong_guesses_leave_no_states(
+def test_rejected_drafts_leave_no_states(
     backend: type[ReferenceBackend] | type[TorchBackend], seed: int
 ) -> None:
     inputs = [Inputs(seed * 10 + i, 23 + 5 * i, HEADS, torch.float64) for i in range(3)]
     plain, other = (backend(layout_of(torch.float64)) for _ in range(2))
     alone = [at_once(plain, each, is_layer=True) for each in inputs]
-    for one, made in zip(alone, run_guessing(other, inputs, seed), strict=True):
+    for one, made in zip(alone, run_drafting(other, inputs, seed), strict=True):
         torch.testing.assert_close(made[0], one[0], rtol=0, atol=1e-12)
         torch.testing.assert_close(made[1], one[1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_core_has_the_same_bits_behind_guesses(dtype: torch.dtype, variant: str) -> None:
+def test_core_has_the_same_bits_after_rejected_drafts(dtype: torch.dtype, variant: str) -> None:
     inputs = [Inputs(i, 33 + 5 * i, HEADS, dtype) for i in range(3)]
     backends = [CpuBackend(layout_of(dtype), variant=variant) for _ in range(4)]
     alone = [at_once(backends[0], each, is_layer=True) for each in inputs]
     for seed, backend in enumerate(backends[1:]):
-        for one, other in zip(alone, run_guessing(backend, inputs, seed), strict=True):
+        for one, other in zip(alone, run_drafting(backend, inputs, seed), strict=True):
             assert torch.equal(one[0], other[0])
             assert torch.equal(one[1], other[1])
 
 
 @pytest.mark.parametrize("seed", slow_but(range(5), 0, 1))
 @pytest.mark.parametrize("backend", [ReferenceBackend, TorchBackend])
-def test_sequences_in_steps_of_any_length(
+def test_sequences_in_steps_of_any_length_equal_float64(
     backend: type[ReferenceBackend] | type[TorchBackend], seed: int
 ) -> None:
     dtype = torch.float64
@@ -255,9 +265,9 @@ def test_sequences_in_steps_of_any_length(
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-11), (torch.float32, 1e-5)])
-def test_chunks_of_tokens(dtype: torch.dtype, atol: float) -> None:
-    """More tokens than torch takes at once; a head may forget all of e^1000 between two of them,
-    and nothing after."""
+def test_torch_chunks_equal_float64(dtype: torch.dtype, atol: float) -> None:
+    """There are more tokens than in one of torch's chunks. A head may decay by e^1000 at one token
+    and not at all at the next."""
     inputs = Inputs(1, 150, HEADS, dtype)
     inputs.rate[0], inputs.rate[1] = 100.0, 16.0
     inputs.gates[::7, HEADS.values] = 10.0
@@ -280,7 +290,7 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("shape", "variant", "dtype"), pairwise(SHAPES, list(variants()), FLOATS), ids=str
 )
-def test_the_core_within_its_rounding(
+def test_core_is_exact_up_to_rounding(
     shape: tuple[DeltaHeads, int], variant: str, dtype: torch.dtype
 ) -> None:
     heads, width = shape
@@ -299,7 +309,7 @@ def threads() -> Iterator[Callable[[int | None], None]]:
 
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize(("heads", "width"), [*SHAPES, (DeltaHeads(4, 8, 64, 80), 4)], ids=str)
-def test_the_core_has_the_same_bits_in_any_steps(
+def test_core_has_the_same_bits_in_any_steps(
     heads: DeltaHeads, width: int, variant: str, threads: Callable[[int | None], None]
 ) -> None:
     dtype = torch.float32
@@ -320,8 +330,8 @@ def test_the_core_has_the_same_bits_in_any_steps(
 def at_once(
     backend: AttentionBackend, inputs: Inputs, is_layer: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All of a sequence in one step, of which no state is wanted but the last. is_layer: the delta
-    rule takes what the convolution has made."""
+    """Compute a whole sequence in one step, which stores only the last state. is_layer: the delta
+    rule takes the convolution's output."""
     length = len(inputs.x)
     table = [-1] * ((length - 1) // P) + [3]
     backend.prepare(step_of([(0, length, table)]))
@@ -332,7 +342,7 @@ def at_once(
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend, TorchBackend, CpuBackend])
-def test_what_blocks_held_before_does_not_matter(
+def test_earlier_contents_of_blocks_do_not_matter(
     backend: type[ReferenceBackend] | type[TorchBackend] | type[CpuBackend],
 ) -> None:
     inputs = [Inputs(i, 40, HEADS, torch.float32) for i in range(3)]
@@ -349,7 +359,7 @@ def test_what_blocks_held_before_does_not_matter(
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, CpuBackend])
-def test_beside_transformers(backend: type[TorchBackend] | type[CpuBackend]) -> None:
+def test_torch_and_core_equal_transformers(backend: type[TorchBackend] | type[CpuBackend]) -> None:
     theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     each = Inputs(3, 70, HEADS, torch.float32)
     convolved, out = at_once(backend(layout_of(torch.float32)), each)
@@ -382,6 +392,6 @@ def test_beside_transformers(backend: type[TorchBackend] | type[CpuBackend]) -> 
     assert_within(remembered[0], (exact, units))
 
 
-def test_a_backend_without_states_says_so() -> None:
+def test_backend_without_states_rejects_them() -> None:
     with pytest.raises(ConfigError, match="traced cannot run models whose layers have states"):
         AttentionBackend.convolve(TracedAttention(), 0, torch.zeros(1, 1), torch.zeros(1, 1))

@@ -1,4 +1,4 @@
-"""The gather of a step's inputs: the core's against torch's, and both against a plain loop."""
+"""Compare the gathered inputs of a step, by the core and by torch, with a plain loop."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def plainly(state: RowTensors, rows: list[int], num_tokens: list[int], longest: 
 @pytest.mark.parametrize("gather", [gather_step, gather_step_reference])
 @pytest.mark.parametrize(("block_size", "num_groups"), [(1, 1), (16, 2), (5, 3)])
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [4, 1, 30], [17, 1, 2, 1, 9, 1, 1]])
-def test_inputs_are_those_of_the_rows(
+def test_gathered_inputs_equal_a_plain_loop(
     gather: object, block_size: int, num_groups: int, counts: list[int]
 ) -> None:
     if gather is gather_step and core() is None:

@@ -1,4 +1,4 @@
-"""Rows as checkpoints store them: the numbers that they stand for, and parts that are merged."""
+"""Rows as checkpoints store them: dequantised values, and stacked parts."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 from quire.ops.weights.stored_rows import Float4Rows, Float8Rows, IntegerRows, stacked
 
 
-def test_integers_times_scales_in_their_order() -> None:
+def test_integers_are_dequantised_by_scales_zeros_and_order() -> None:
     integers = torch.tensor([[-8, 7, 3, 0, 5], [1, 2, 3, 4, 5]], dtype=torch.int8)
     scales = torch.tensor([[0.5, 2.0], [1.0, 0.25]])
     zeros = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
@@ -20,7 +20,7 @@ def test_integers_times_scales_in_their_order() -> None:
     assert torch.equal(found[:, order], wanted)
 
 
-def test_float8_with_a_scale_for_each_output_and_for_each_group() -> None:
+def test_float8_is_dequantised_by_scales_per_output_or_group() -> None:
     values = torch.tensor([[1.0, -448.0, 0.015625, 2.0]]).to(torch.float8_e4m3fn)
     assert Float8Rows(values, torch.tensor([[2.0]]), 4).dequantised().tolist() == [
         [2.0, -896.0, 0.03125, 4.0]
@@ -29,7 +29,7 @@ def test_float8_with_a_scale_for_each_output_and_for_each_group() -> None:
     assert found.tolist() == [[1.0, -448.0, 0.015625, 1.0]]
 
 
-def test_float4_by_its_table_and_exponents() -> None:
+def test_float4_is_dequantised_by_its_table_and_exponents() -> None:
     codes = torch.arange(16).to(torch.uint8)[None]  # low halves count up, high halves are 0
     low = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     rows = Float4Rows(codes, torch.tensor([[128]], dtype=torch.uint8))
@@ -38,7 +38,7 @@ def test_float4_by_its_table_and_exponents() -> None:
     assert (found[1::2] == 0.0).all()
 
 
-def test_parts_are_stacked_or_refused() -> None:
+def test_parts_that_fit_are_stacked_and_others_rejected() -> None:
     one = IntegerRows(torch.ones(2, 8, dtype=torch.int8), 4, torch.ones(2, 2), group_size=4)
     other = replace(one, zeros=torch.full((2, 2), 3.0))
     both = stacked([one, other])

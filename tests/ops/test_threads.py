@@ -1,4 +1,4 @@
-"""The core's threads: their number, and that they work for every calling thread."""
+"""The core's threads: their number, and calls from several threads and processes."""
 
 import os
 import shutil
@@ -45,7 +45,7 @@ def fake_machine(
         (["0", "1"], "1000 100000", 1),
     ],
 )
-def test_threads_are_the_cores_that_are_left(
+def test_number_of_threads_is_that_of_available_cores(
     siblings: list[str],
     quota: str,
     wanted: int,
@@ -57,7 +57,7 @@ def test_threads_are_the_cores_that_are_left(
     assert threads.num_threads() == wanted
 
 
-def test_variables_set_another_number(
+def test_environment_variables_set_the_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, plain_environment: None
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7,2")
@@ -69,7 +69,7 @@ def test_variables_set_another_number(
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many"])
-def test_nonsense_is_refused(
+def test_invalid_numbers_of_threads_are_rejected(
     text: str, monkeypatch: pytest.MonkeyPatch, plain_environment: None
 ) -> None:
     monkeypatch.setenv("QUIRE_NUM_THREADS", text)
@@ -89,7 +89,7 @@ def product() -> tuple[torch.Tensor, object, torch.Tensor]:
     return x, weight, linear(x, weight)
 
 
-def test_calls_from_several_threads_do_not_mix(
+def test_calls_from_several_threads_do_not_interfere(
     product: tuple[torch.Tensor, object, torch.Tensor],
 ) -> None:
     x, weight, wanted = product
@@ -98,7 +98,7 @@ def test_calls_from_several_threads_do_not_mix(
             assert torch.equal(found, wanted)
 
 
-def test_a_forked_process_has_threads_of_its_own(
+def test_forked_process_has_its_own_threads(
     product: tuple[torch.Tensor, object, torch.Tensor],
 ) -> None:
     x, weight, wanted = product
@@ -108,8 +108,8 @@ def test_a_forked_process_has_threads_of_its_own(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_late_threads_do_no_part_of_another_phase(tmp_path: Path) -> None:
-    """Short phases on more threads than cores; see the program."""
+def test_late_threads_never_work_on_another_phase(tmp_path: Path) -> None:
+    """The program runs short phases on more threads than cores."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed")

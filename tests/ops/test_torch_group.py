@@ -1,4 +1,4 @@
-"""Ranks that exchange by gloo, as threads with a process group each; NCCL where there are GPUs."""
+"""Ranks that exchange by gloo, as threads with a process group each; the error without NCCL."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ def test_ranks_exchange_in_order(size: int, tmp_path: Path) -> None:
     meet(tmp_path / "store", size, work)
 
 
-def test_sums_of_two_are_the_same_in_any_order(tmp_path: Path) -> None:
+def test_sums_of_two_ranks_are_the_same_in_any_order(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> None:
         for dtype in (torch.float64, torch.float32, torch.int64):
             exchange_all(group, dtype, (1, 500))
@@ -41,14 +41,14 @@ def test_sums_of_two_are_the_same_in_any_order(tmp_path: Path) -> None:
     meet(tmp_path / "store", 2, work, in_order=False)
 
 
-def test_what_two_gpus_are_asked_is_right_of_two_cpus(tmp_path: Path) -> None:
-    """The check that `make gpu-check PART=ranks` makes of NCCL."""
+def test_check_of_two_gpus_passes_on_two_cpus(tmp_path: Path) -> None:
+    """`make gpu-check PART=ranks` runs this check with NCCL."""
     with ThreadPoolExecutor(2) as pool:
         path = str(tmp_path / "store")
         list(pool.map(lambda rank: exchanges.check(path, rank, torch.device("cpu")), range(2)))
 
 
-def test_who_gives_up_wakes_the_others(tmp_path: Path) -> None:
+def test_abort_of_a_rank_wakes_the_waiting_ranks(tmp_path: Path) -> None:
     has_met = threading.Barrier(2)
 
     def work(group: TorchGroup) -> None:
@@ -57,7 +57,7 @@ def test_who_gives_up_wakes_the_others(tmp_path: Path) -> None:
         if group.rank == 1:
             time.sleep(0.2)
             group.abort()
-            has_met.wait()  # its connections live on
+            has_met.wait()  # its connections stay open
             return
         began = time.monotonic()
         with pytest.raises(RankLost, match="has failed"):
@@ -70,11 +70,11 @@ def test_who_gives_up_wakes_the_others(tmp_path: Path) -> None:
     meet(tmp_path / "store", 2, work)
 
 
-def test_who_is_gone_is_missed(tmp_path: Path) -> None:
+def test_ended_rank_is_detected(tmp_path: Path) -> None:
     def work(group: TorchGroup) -> None:
         group.all_reduce(torch.ones(3))
         if group.rank == 1:
-            return  # its connections end with it
+            return  # this closes its connections
         began = time.monotonic()
         with pytest.raises(RankLost, match="ended or does not answer"):
             group.all_reduce(torch.ones(3))
@@ -83,13 +83,13 @@ def test_who_is_gone_is_missed(tmp_path: Path) -> None:
     meet(tmp_path / "store", 2, work)
 
 
-def test_who_does_not_come_is_not_waited_for_long(tmp_path: Path) -> None:
+def test_wait_for_a_missing_rank_times_out(tmp_path: Path) -> None:
     store = file_store(str(tmp_path / "store"), 2)
     with pytest.raises(RankLost, match="cannot reach the other ranks"):
         gloo_group(store, 0, 2, timeout_s=0.3)
 
 
-def test_nccl_needs_its_build(tmp_path: Path) -> None:
+def test_nccl_needs_a_torch_built_with_it(tmp_path: Path) -> None:
     if torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL")
     with pytest.raises(ConfigError, match="built without"):

@@ -75,13 +75,13 @@ CASES = [
     "generators_are_made_with_the_rest",
     "tensors_without_memory_need_the_rest",
 ]
-# These import much of torch, and repeat for other modules what the first of the cases asserts.
+# These import much of torch, and repeat the first case's assertions for other modules.
 LONG_CASES = ["prims_bring_the_rest", "fake_tensors_find_their_operators"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [CASES, LONG_CASES], ids=["few", "others"])
-def test_a_generated_token_needs_no_tracing_and_what_traces_brings_the_rest(
+def test_generation_imports_no_tracing_modules_until_they_are_used(
     cases: list[str],
 ) -> None:
     done = subprocess.run(
@@ -91,7 +91,7 @@ def test_a_generated_token_needs_no_tracing_and_what_traces_brings_the_rest(
     assert done.returncode == 0 and done.stdout.endswith("failed: []\n"), done.stdout + done.stderr
 
 
-def test_torch_that_is_there_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_that_is_already_imported_stays_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_import, "_runs_only_quire", [True])
     rest, finders = sys.modules.get(DEFERRED_MODULE), list(sys.meta_path)
     import_torch()

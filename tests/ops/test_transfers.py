@@ -1,4 +1,4 @@
-"""Moves between a GPU and the host, in any order that a GPU might take, against a dictionary."""
+"""Compare moves between GPU and host, in any order that a GPU might take, with a plain model."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def ids(*blocks: int) -> np.ndarray:
 
 
 class Machine:
-    """Moves and what each block must hold afterwards: one number, different for every write."""
+    """Random moves, and the number that each block must hold: every write has another number."""
 
     def __init__(self, seed: int, streams: Streams) -> None:
         self.rng = np.random.default_rng(seed)
@@ -66,7 +66,7 @@ class Machine:
             self.host_model[place, host[0]] = number
 
     def compute(self, place: int, block: int) -> None:
-        """What a step does to a block."""
+        """Write a block, as a step does."""
         number, kv = self.new_number(), self.kv[place]
         self.streams.compute.run(lambda: kv[:, :, :, block].fill_(number))
         self.device_model[place, block] = number
@@ -77,7 +77,7 @@ class Machine:
             self.device_model[place, other] = self.host_model[place, one]
 
     def copy(self, place: int, source: np.ndarray) -> None:
-        """Chains, and places that are written twice, too."""
+        """Copy blocks, also in chains, and twice to one block."""
         destination, kv = self.some(len(source), NUM_BLOCKS), self.kv[place]
         self.streams.compute.run(lambda: copy_blocks(kv, source, destination, dim=3))
         before = self.device_model[place].copy()
@@ -89,7 +89,7 @@ class Machine:
         assert (values == self.host_model[place, block]).all()
 
     def check(self) -> None:
-        """All blocks, also those that nobody touched."""
+        """Check all blocks, also blocks that were never written."""
         self.streams.compute.mark().wait()
         for kv, wanted in zip(self.kv, self.device_model, strict=True):
             got = kv.movedim(3, 0).reshape(NUM_BLOCKS, -1).numpy()
@@ -108,7 +108,7 @@ class Machine:
         pytest.param(False, True, id="any_time-on_gpu"),
     ],
 )
-def test_blocks_hold_what_a_dictionary_does(
+def test_blocks_equal_the_model_after_random_moves(
     is_late: bool, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_kernels:
@@ -123,7 +123,7 @@ def test_blocks_hold_what_a_dictionary_does(
         machine.check()
 
 
-def test_streams_that_are_threads() -> None:
+def test_blocks_equal_the_model_with_threads_as_streams() -> None:
     for seed in range(15):
         machine = Machine(seed, ThreadStreams())
         for _ in range(60):
@@ -131,14 +131,14 @@ def test_streams_that_are_threads() -> None:
         machine.check()
 
 
-def test_a_task_that_fails_is_told_to_who_waits() -> None:
+def test_wait_raises_the_error_of_a_failed_task() -> None:
     failed = ThreadStreams().run_task(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
     with pytest.raises(ZeroDivisionError):
         failed.wait()
     assert failed.is_done()
 
 
-def test_a_swap_out_waits_for_nothing_while_there_are_slots() -> None:
+def test_swap_out_does_not_wait_while_slots_are_free() -> None:
     streams = LateStreams()
     machine = Machine(0, streams)
     machine.compute(0, 1)
@@ -150,7 +150,7 @@ def test_a_swap_out_waits_for_nothing_while_there_are_slots() -> None:
     machine.check_host(1, 5)
 
 
-def test_a_load_waits_only_for_blocks_that_it_reads() -> None:
+def test_load_waits_only_for_blocks_that_it_reads() -> None:
     streams = LateStreams()
     machine = Machine(0, streams)
     machine.compute(0, 1)
@@ -164,7 +164,7 @@ def test_a_load_waits_only_for_blocks_that_it_reads() -> None:
     assert machine.kv[0][0, 0, 0, 5, 0, 0] == 1.0
 
 
-def test_a_move_that_fails_is_not_taken_for_one_that_arrived() -> None:
+def test_failed_move_raises_when_its_block_is_read() -> None:
     streams = LateStreams()
     machine = Machine(0, streams)
 
@@ -181,7 +181,7 @@ def test_a_move_that_fails_is_not_taken_for_one_that_arrived() -> None:
         machine.host.read(0, 3)
 
 
-def test_slots_are_taken_once_and_only_if_blocks_move() -> None:
+def test_slots_are_allocated_once_and_only_if_blocks_move() -> None:
     streams = LateStreams()
     machine = Machine(0, streams)
     machine.host.write(0, 1, bytes(machine.host.block_bytes(0)))
@@ -195,7 +195,7 @@ def test_slots_are_taken_once_and_only_if_blocks_move() -> None:
 
 @pytest.mark.parametrize(("part_bytes", "wanted"), [(1000, 4), (128, 4), (64, 4), (40, 2), (1, 2)])
 def test_larger_blocks_have_fewer_slots(part_bytes: int, wanted: int) -> None:
-    """So that they take no more memory, down to two. A block has 64 bytes."""
+    """This limits their memory; at least two remain. A block has 64 bytes."""
     streams, kv = LateStreams(), torch.zeros(SHAPES[0])
     kv[:, :, :, 2] = 5.0
     host = HostBlocks([kv], dim=3, streams=streams, part_bytes=part_bytes, num_slots=4)
@@ -205,7 +205,7 @@ def test_larger_blocks_have_fewer_slots(part_bytes: int, wanted: int) -> None:
     assert (values == 5.0).all() and not any(host.read(0, 5))
 
 
-def test_last_writes() -> None:
+def test_last_writes_returns_the_last_write_to_each_block() -> None:
     assert last_writes(ids(3, 1, 3, 2, 1)).tolist() == [2, 3, 4]
     assert last_writes(ids(5, 2, 7)).tolist() == [0, 1, 2]
     assert last_writes(ids()).tolist() == []

@@ -1,4 +1,4 @@
-"""Attention within a step: the tokens that each token sees, by plain loops and by the C++ core."""
+"""Compare attention within a step, by torch and by the C++ core, with plain loops."""
 
 from collections.abc import Sequence
 
@@ -20,13 +20,13 @@ needs_core = pytest.mark.skipif(core() is None, reason="the C++ core was not bui
 
 
 def layout(dtype: torch.dtype, window: int | None, size: int = 16) -> KVLayout:
-    """Of two layers, of which the second attends."""
+    """Return a layout of two layers, of which the second attends."""
     group = CacheGroup(STEP, (0, 1), HEADS, size, window)
     return KVLayout((group,), (400,), 16, dtype, torch.device("cpu"))
 
 
 def step_of(lengths: Sequence[int]) -> AttentionStep:
-    """Rows of these lengths. Tables and slots are the scheduler's, which say nothing."""
+    """Return a step with rows of these lengths. Its tables and slots have no meaning."""
     lens = np.array(lengths, np.int32)
     num_tokens = int(lens.sum())
     starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
@@ -51,7 +51,7 @@ def attended(
     backend: AttentionBackend, lengths: Sequence[int], qkv_3TNH: torch.Tensor
 ) -> torch.Tensor:
     backend.prepare(step_of(lengths))
-    backend.write(0, *(qkv_3TNH[1:] * 2))  # what another layer leaves behind
+    backend.write(0, *(qkv_3TNH[1:] * 2))  # left over from another layer
     q, k, v = qkv_3TNH
     backend.write(1, k, v)
     return backend.run(1, q.contiguous(), Scores(SCALE))
@@ -68,15 +68,15 @@ def by_loops(lengths: Sequence[int], qkv_3TNH: torch.Tensor, window: int | None)
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 70])
-def test_each_token_sees_its_row_on_both_sides(window: int | None) -> None:
+def test_each_token_attends_to_its_row_on_both_sides(window: int | None) -> None:
     lengths = (1, 40, 7, 130, 2)
     numbers = qkv(lengths)
     found = attended(WithinStep(layout(torch.float64, window)), lengths, numbers)
     torch.testing.assert_close(found, by_loops(lengths, numbers, window), rtol=1e-12, atol=1e-12)
 
 
-def test_long_rows_are_taken_in_pieces() -> None:
-    """A window that reaches over the edge of one, in a row that is no multiple of it."""
+def test_long_rows_are_computed_in_pieces() -> None:
+    """The window crosses the edge of a piece, and the row is not a multiple of it."""
     lengths = (PIECE + 300, 5)
     numbers = qkv(lengths)
     found = attended(WithinStep(layout(torch.float64, 400)), lengths, numbers)
@@ -91,7 +91,7 @@ def test_long_rows_are_taken_in_pieces() -> None:
 @needs_core
 @pytest.mark.parametrize("size", [16, 20, 64])
 @pytest.mark.parametrize("window", [None, 1, 6, 65, 300])
-def test_the_core_agrees_over_many_spans(window: int | None, size: int) -> None:
+def test_core_equals_torch_over_many_spans(window: int | None, size: int) -> None:
     lengths = (600, 1, 33, 257, 256, 90)
     numbers = qkv(lengths, size).float()
     wanted = attended(WithinStep(layout(torch.float64, window, size)), lengths, numbers.double())
@@ -102,7 +102,7 @@ def test_the_core_agrees_over_many_spans(window: int | None, size: int) -> None:
 @needs_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 65])
-def test_the_core_gives_a_row_the_same_bits_anywhere(
+def test_core_gives_a_row_the_same_bits_in_any_batch(
     window: int | None, dtype: torch.dtype
 ) -> None:
     backend, lengths = CoreWithinStep(layout(dtype, window)), (300, 5, 600, 17)
@@ -113,7 +113,7 @@ def test_the_core_gives_a_row_the_same_bits_anywhere(
         assert torch.equal(attended(backend, [length], part), found)
 
 
-def test_which_backend_serves_encoders() -> None:
+def test_make_backend_selects_backends_for_encoders() -> None:
     fastest = "torch" if core() is None else "cpu"
     assert make_backend("auto", layout(torch.float32, None)).name == fastest
     assert make_backend("auto", layout(torch.float64, None)).name == "torch"

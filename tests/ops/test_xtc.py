@@ -1,4 +1,4 @@
-"""XTC: which tokens are excluded, how often, and that nothing else of a choice changes."""
+"""XTC: which tokens it excludes, how often, and that other choices stay unchanged."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def filters_of(num: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0)
 
 
 def without_top(logits: np.ndarray, temperature: float, threshold: float, **filters) -> np.ndarray:
-    """The distribution after filters and XTC, in float64."""
+    """Return the distribution after filters and XTC, in float64."""
     p = oracle.filtered_distribution(logits, temperature, **filters)
     top = [token for token in oracle.falling_order(logits) if p[token] >= threshold]
     p[top[:-1]] = 0
@@ -47,7 +47,9 @@ SETTINGS = [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 12, "top
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("threshold", [0.05, 0.2])
-def test_the_distribution_is_that_without_top_choices(settings: dict, threshold: float) -> None:
+def test_samples_follow_the_distribution_without_top_choices(
+    settings: dict, threshold: float
+) -> None:
     num, temperature = 4000, 0.8
     logits = random_logits(1, VOCAB, 1.5)
     logits[0, 3], logits[0, 40] = 4.4, 4.2
@@ -64,7 +66,7 @@ def test_the_distribution_is_that_without_top_choices(settings: dict, threshold:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_it_happens_as_often_as_asked_and_changes_no_other_draw(settings: dict) -> None:
+def test_xtc_applies_with_its_probability_and_changes_no_other_draw(settings: dict) -> None:
     num = 3000
     logits = random_logits(1, VOCAB, 1.5)
     logits[0, 3], logits[0, 40] = 4.4, 4.2
@@ -86,7 +88,7 @@ def test_it_happens_as_often_as_asked_and_changes_no_other_draw(settings: dict) 
     assert torch.equal(never, plain)
 
 
-def test_wide_nuclei_and_large_vocabularies_need_more_than_the_first_logits() -> None:
+def test_xtc_is_the_same_in_any_batch_for_large_vocabularies() -> None:
     num, vocab = 3, 5000
     logits = random_logits(num, vocab, 0.1)
     logits[:, 7], logits[:, 9] = 8.0, 7.5
