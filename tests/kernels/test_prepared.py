@@ -102,7 +102,6 @@ def test_integers_of_one_specialisation_share_a_number(monkeypatch: pytest.Monke
     assert integers[34] == integers[2] and integers == known
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the device's driver")
 def compiled_by(launcher: type, **facts: Any) -> Any:
     """Return a stub of a compiled kernel whose launcher is of this class."""
     start: Any = object.__new__(launcher)
@@ -128,6 +127,7 @@ def test_only_triton_launchers_that_allocate_nothing_are_bypassed() -> None:
         assert launch._start_of(whole) == (whole.run, ("function", "facts", None, None, None))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the device's driver")
 def test_prepared_launches_equal_tritons() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     code = "from tests.kernels.test_prepared import compare; compare()"
