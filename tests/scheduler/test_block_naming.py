@@ -38,6 +38,14 @@ def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
     assert prefix.digests == expected and sequence.digests == own
 
 
+def test_all_sequences_are_named_if_the_first_has_its_names() -> None:
+    names, tokens = scheduler_of().memory.names, np.arange(8, dtype=np.int32)
+    first, second = (Prefix(i, bytes(32), tokens) for i in range(2))
+    names.extend([first], [2])
+    names.extend([first, second], [2, 2])
+    assert len(first.digests) == 2 and second.digests == first.digests
+
+
 def test_a_known_conversation_is_not_hashed_again() -> None:
     hashed: list[bytes] = []
 

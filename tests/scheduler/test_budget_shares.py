@@ -39,6 +39,13 @@ def test_a_step_computes_at_most_the_threshold_of_a_prompt() -> None:
     assert step(scheduler) == {"long": 6, "other": 6, "third": 4}
 
 
+def test_running_prompts_share_the_budget_of_a_step() -> None:
+    scheduler = scheduler_of(Fifo, budget=16, long_prefill_token_threshold=6)
+    for name in ("a", "b", "c"):
+        add(scheduler, name, 40)
+    assert step(scheduler) == step(scheduler) == {"a": 6, "b": 6, "c": 4}
+
+
 @pytest.mark.parametrize("policy", [Fifo, Srtf, TwoLevel])
 def test_a_queue_head_that_does_not_fit_blocks_no_other_request(policy: MakePolicy) -> None:
     """A started prompt continues, with preemptions if needed, while a shorter one waits."""

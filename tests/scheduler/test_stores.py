@@ -447,6 +447,7 @@ def test_blocks_lost_during_a_look_up_are_looked_up_once(is_stored: bool) -> Non
     if not is_stored:
         lab.stores.kept[0].pop((0, digests[2]))
     assert look_up(lab, request) == digests[3:4]
+    assert len(stores_of(lab).held_blocks(0)) == 1, "the block that is left"
     assert look_up(lab, request) == digests[1:3]
     [fetch] = lab.orders()
     fetched = digests[1:4] if is_stored else digests[1:2]
