@@ -142,7 +142,8 @@ def test_shown_changes_contain_no_secrets(tmp_path: Path) -> None:
         "api_key: s3cret # mine",
     ],
 )  # fmt: skip
-def test_secrets_are_masked_in_every_syntax(tmp_path: Path, line: str) -> None:
+def test_credentials_are_masked_in_every_syntax(tmp_path: Path, line: str) -> None:
+    """The name of the test, which is in the path that is shown, must not contain the value."""
     settings = OwnFile(tmp_path / "a", "model: x\n")
     settings.path.write_text(line + "\n")
     shown = change(settings, "x").shown()
